@@ -7,6 +7,7 @@ ends the process. Whether a source is up, and the one log line when that changes
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from stallwatch.observations import Failure, PollFailure, Source
@@ -23,6 +24,20 @@ class SourceError(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """How one poll went; times of the monotonic clock."""
+
+    source: Source
+    started: float
+    ended: float
+    failure: PollFailure | None
+
+
+def _unreported(_poll: Poll) -> None:
+    return
+
+
 async def every(
     interval_seconds: float,
     timeout_seconds: float,
@@ -32,14 +47,16 @@ async def every(
     emit: Callable[[T | PollFailure], None],
     clock: Callable[[], float],
     wake: asyncio.Event | None = None,
+    polled: Callable[[Poll], None] = _unreported,
 ) -> None:
     """Calls `observe` at a fixed rate until cancelled, and emits what it saw or why it failed.
 
-    After an overrun there is one immediate poll and never a burst. Setting
-    `wake` brings the next poll forward, once.
+    After an overrun there is one immediate poll and never a burst. Setting `wake` brings the next poll forward, once.
+    `polled` hears how each poll went, before its outcome is emitted.
     """
     due = clock()
     while True:
+        started = clock()
         try:
             async with asyncio.timeout(timeout_seconds):
                 seen: T | PollFailure = await observe()
@@ -47,6 +64,7 @@ async def every(
             seen = PollFailure(clock(), source, error.reason, error.detail)
         except TimeoutError:
             seen = PollFailure(clock(), source, Failure.TIMEOUT, f"no answer within {timeout_seconds:g} s")
+        polled(Poll(source, started, clock(), seen if isinstance(seen, PollFailure) else None))
         # Outside the try: an error in what consumes observations is a bug, not a failure of the source.
         emit(seen)
         due = max(due + interval_seconds, clock())

@@ -1,0 +1,111 @@
+"""Whether the engine makes progress, seen from its metrics alone.
+
+vLLM's gauges and counters move only when an engine step ends. A step has ended when any of them moved: the iteration
+count alone stands still for a whole phase of prefill without decoders. All running decoders get a token in each step,
+so the number of ITL samples per iteration is the number of decoders.
+"""
+
+from dataclasses import dataclass, field
+
+from stallwatch.analysis.counting import Growth, delta
+from stallwatch.observations import EngineCounters
+
+_SIGNALS = ("kv_usage", "running", "waiting", "prefix_queries", "iterations", "generation_tokens", "itl_count")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInterval:
+    """What happened between two scrapes of one engine; `since` and `until` are the times of the two readings."""
+
+    since: float
+    until: float
+    moved: bool  # at least one step ended
+    steps: float | None  # steps that produced output
+    mean_itl: float | None  # seconds, over the samples booked in the interval
+    tokens_per_sample: float | None  # tokens that one decoder got in one step
+    silence: float  # seconds known to be without the end of a step, up to `until`; 0 when one ended
+
+
+@dataclass(slots=True)
+class StepWatch:
+    """Follows one engine from scrape to scrape."""
+
+    decoders: float = 0.0  # requests known to be decoding after the last scrape
+    running: float | None = None
+    progressed_at: float | None = None  # the reading that saw the last movement, or the first reading of all
+    read_at: float | None = None  # the last reading
+    _asked_at: float | None = None
+    _last: EngineCounters | None = None
+    _growth: Growth = field(default_factory=Growth)
+    _samples: tuple[float, float] | None = None  # (itl_count, itl_sum) of the last scrape that had both
+
+    def scraped(self, counters: EngineCounters, sent_at: float, at: float) -> StepInterval | None:
+        """Takes a scrape; None for the first one, after which nothing can be compared yet."""
+        before, since = self._last, self.read_at
+        mean = self._mean_itl(counters)
+        left, joined = self._growth.of(counters, "finished"), self._growth.of(counters, "first_tokens")
+        self._last = counters
+        self.running = counters.running
+        self.read_at = at
+        self._asked_at = sent_at
+        if before is None or since is None:
+            self.progressed_at = at
+            return None
+        moved = any(_differs(getattr(before, name), getattr(counters, name)) for name in _SIGNALS)
+        if moved:
+            self._count_decoders(before, counters, left or 0.0, joined or 0.0)
+            self.progressed_at = at
+        steps = delta(before.iterations, counters.iterations)
+        samples = delta(before.itl_count, counters.itl_count)
+        generated = delta(before.generation_tokens, counters.generation_tokens)
+        return StepInterval(
+            since=since,
+            until=at,
+            moved=moved,
+            steps=steps,
+            mean_itl=mean,
+            tokens_per_sample=max(1.0, (generated - (joined or 0.0)) / samples) if generated and samples else None,
+            silence=self.age(),
+        )
+
+    def restart(self) -> None:
+        """The server is another process, or its counters fell: nothing before may be compared with what follows."""
+        self._last = None
+        self._growth.forget()
+        self._samples = None
+        self.decoders = 0.0
+        self.progressed_at = None
+
+    def age(self) -> float:
+        """Seconds without the end of a step, up to the last reading: a lower bound; 0 while no request runs."""
+        if self.progressed_at is None or self._asked_at is None or not self.running:
+            return 0.0
+        return max(0.0, self._asked_at - self.progressed_at)
+
+    def _mean_itl(self, counters: EngineCounters) -> float | None:
+        if counters.itl_count is None or counters.itl_sum is None:
+            return None
+        previous, self._samples = self._samples, (counters.itl_count, counters.itl_sum)
+        if previous is None:
+            return None
+        count, seconds = counters.itl_count - previous[0], counters.itl_sum - previous[1]
+        return seconds / count if count > 0 and seconds >= 0 else None
+
+    def _count_decoders(self, before: EngineCounters, after: EngineCounters, left: float, joined: float) -> None:
+        steps = delta(before.iterations, after.iterations)
+        samples = delta(before.itl_count, after.itl_count)
+        if steps is None or samples is None:
+            return
+        if steps == 0:
+            # Only prefill went on. Decoders that wait for it would have got a token in each of its steps.
+            self.decoders = 0.0
+            return
+        # Those that left during the interval no longer wait, those that got their first token do.
+        left = max(left, delta(after.running, before.running) or 0.0)
+        self.decoders = max(0.0, samples / steps - left + joined)
+        if after.running is not None:
+            self.decoders = min(self.decoders, after.running)
+
+
+def _differs(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and before != after

@@ -1,0 +1,256 @@
+"""The wiring: the one module that knows every room.
+
+Sources are polled by `every` and emit observations, the monitor judges them, the listener shows what it found. All of
+it runs in one task group: a bug in any task ends the process with a traceback, and the kubelet starts it again.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import structlog
+from prometheus_client.core import Metric
+
+from stallwatch import exporter
+from stallwatch.analysis.monitor import Monitor
+from stallwatch.analysis.phase import Phase
+from stallwatch.analysis.streams import Objectives
+from stallwatch.analysis.watch import Freshness
+from stallwatch.health import Health
+from stallwatch.observations import Observation, ObserverSample, PollFailure, Source
+from stallwatch.scheduling import every
+from stallwatch.settings import Access, Settings
+from stallwatch.sources.canary import Canary, Gate
+from stallwatch.sources.engine import EngineSource
+from stallwatch.sources.host import OwnCgroup
+from stallwatch.sources.http import Target
+from stallwatch.sources.lag import LagSource
+from stallwatch.web import server
+from stallwatch.web.status import status
+
+log = structlog.get_logger()
+
+_HEARTBEAT_LIMIT = 30.0  # seconds without a heartbeat after which the loop counts as stuck
+_SCRAPE_HOLDS = 5.0  # seconds for which the verdict of a scrape holds, or three intervals if that is longer
+_CANARY_HOLDS = 2.0  # intervals for which the verdict of a pulse holds
+
+# A render thread that holds the interpreter for the default 5 ms would delay the time stamps on the loop by as much.
+_SWITCH_INTERVAL = 0.0005
+
+Clock = Callable[[], float]
+Task = Coroutine[Any, Any, None]
+
+
+class Sidecar:
+    """One monitor with its sources; what `run` starts and what the listener shows."""
+
+    def __init__(self, settings: Settings, *, clock: Clock = time.monotonic, rng: random.Random | None = None) -> None:
+        self.settings = settings
+        self.monitor = monitor_for(settings)
+        self.health = Health()
+        self._clock = clock
+        self._rng = rng or random.Random()  # noqa: S311  (jitter and names, no secrets)
+        self._wake = asyncio.Event()
+        self._heartbeat = clock()
+        self._starting_told = False
+        self._started = clock()
+
+    def observe(self, seen: Observation | PollFailure) -> None:
+        """Takes one observation of any source."""
+        was_slow, phase = self.monitor.slow, self.monitor.life.phase
+        self.monitor.observe(seen)
+        if isinstance(seen, ObserverSample):
+            self._heartbeat = seen.at
+            self._warn_when_starting_takes_long(seen.at)
+        if self.monitor.slow and not was_slow:
+            self._wake.set()
+        if self.monitor.life.phase is not phase:
+            log.info("target phase", phase=self.monitor.life.phase, before=phase)
+
+    def families(self) -> tuple[Metric, ...]:
+        """What `/metrics` says now."""
+        now = self._clock()
+        return exporter.families(self.monitor.findings(now), self.health, self.settings, wall_offset=time.time() - now)
+
+    def status(self) -> Mapping[str, Any]:
+        """What `/api/v1/status` says now."""
+        now = self._clock()
+        return status(self.monitor.findings(now), self.health, self.settings, now=now)
+
+    def alive(self) -> bool:
+        """Whether the heartbeat is fresh."""
+        return self._clock() - self._heartbeat < _HEARTBEAT_LIMIT
+
+    def gate(self) -> Gate:
+        """What the canary must know before it sends."""
+        life = self.monitor.life
+        engines = self.monitor.engines
+        known = [watch.known for watch in engines.values() if watch.known is not None]
+        waiting = [counters.waiting for counters in known if counters.waiting is not None]
+        running = [counters.running for counters in known if counters.running is not None]
+        ours = sum(len(watch.streams.open) for watch in engines.values())
+        return Gate(
+            serving=life.phase is Phase.SERVING or (life.phase is Phase.STARTING and life.listening),
+            asleep=life.phase is Phase.ASLEEP,
+            draining=life.phase is Phase.GONE,
+            slow=self.monitor.slow,
+            waiting=int(sum(waiting)) if waiting else None,
+            others_running=max(0, int(sum(running)) - ours) if running else None,
+            engines=tuple(sorted(engines)),
+        )
+
+    @asynccontextmanager
+    async def tasks(self) -> AsyncIterator[dict[str, Task]]:
+        """The coroutines to run, by name, with the connections that they need open."""
+        settings = self.settings
+        async with AsyncExitStack() as stack:
+            plan: dict[str, Task] = {}
+            lag = LagSource(clock=self._clock, throttled_seconds=OwnCgroup().throttled_seconds)
+            plan["observer"] = lag.run(self.observe)
+            plan["engine"] = await self._engine(stack)
+            if settings.canary.enabled:
+                plan["canary"] = await self._canary(stack)
+            yield plan
+
+    async def _engine(self, stack: AsyncExitStack) -> Task:
+        target = _target(self.settings.engine_access)
+        session = await stack.enter_async_context(target.session())
+        source = EngineSource(session, target, self.settings.engine, clock=self._clock, emit_facts=self.observe)
+        return every(
+            self.settings.engine.interval_seconds,
+            source.deadline_seconds,
+            source=Source.ENGINE,
+            observe=source.poll,
+            emit=self.observe,
+            clock=self._clock,
+            polled=self.health.polled,
+        )
+
+    async def _canary(self, stack: AsyncExitStack) -> Task:
+        settings = self.settings.canary
+        target = _target(self.settings.canary_access)
+        session = await stack.enter_async_context(target.session(keep_alive=False))
+        canary = Canary(
+            settings,
+            target,
+            session=session,
+            gate=self.gate,
+            emit=self.observe,
+            clock=self._clock,
+            rng=self._rng,
+            polled=self.health.polled,
+        )
+        if settings.mode == "persistent":
+            return canary.persistent()
+        return every(
+            settings.interval_seconds,
+            canary.pulse_timeout_seconds,
+            source=Source.CANARY,
+            observe=canary.pulse,
+            emit=self.observe,
+            clock=self._clock,
+            wake=self._wake,
+            polled=self.health.polled,
+        )
+
+    def _warn_when_starting_takes_long(self, now: float) -> None:
+        limit = self.settings.engine.start_timeout_seconds
+        if self.monitor.life.phase is not Phase.STARTING:
+            self._starting_told = False
+            self._started = now
+        elif not self._starting_told and now - self._started > limit:
+            self._starting_told = True
+            log.warning(
+                "target still starting",
+                seconds=round(now - self._started),
+                url=str(self.settings.engine.url),
+                hint="is engine.url right, and does the server's log show progress?",
+            )
+
+
+def monitor_for(settings: Settings) -> Monitor:
+    """A monitor that judges by these settings."""
+    return Monitor(
+        objectives=Objectives(
+            itl=settings.slo.itl_seconds, ttft=settings.slo.ttft_seconds, stall_floor=settings.stall.floor_seconds
+        ),
+        freshness=Freshness(
+            scrape=max(_SCRAPE_HOLDS, 3 * settings.engine.interval_seconds),
+            canary=_CANARY_HOLDS * settings.canary.interval_seconds,
+        ),
+        persistent=settings.canary.enabled and settings.canary.mode == "persistent",
+    )
+
+
+async def run(
+    settings: Settings,
+    *,
+    stop: asyncio.Event | None = None,
+    ready: Callable[[int], None] = lambda _port: None,
+    clock: Clock = time.monotonic,
+) -> int:
+    """Watches until SIGTERM, SIGINT or `stop`; returns an exit code. `ready` hears the port once we listen.
+
+    Raises whatever a bug raises, as an `ExceptionGroup`.
+    """
+    stop = stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        listener = server.listen(settings.web.host, settings.web.port)
+    except OSError as error:
+        log.error(  # noqa: TRY400  (a state of the machine; a traceback would hide the hint)
+            "cannot listen",
+            host=settings.web.host,
+            port=settings.web.port,
+            error=os.strerror(error.errno or 0),
+            hint="set web.port or web.host to an address that is free",
+        )
+        return 1
+    port = listener.getsockname()[1]
+    sidecar = Sidecar(settings, clock=clock)
+    log.info("watching", target=str(settings.engine.url), port=port, canary=_described(settings))
+    async with (
+        server.serving(server.create_app(sidecar), listener),
+        sidecar.tasks() as plan,
+        asyncio.TaskGroup() as group,
+    ):
+        tasks = [group.create_task(coroutine, name=name) for name, coroutine in plan.items()]
+        # What lives as long as the process need not be looked at by every collection.
+        gc.collect()
+        gc.freeze()
+        ready(port)
+        await stop.wait()
+        log.info("stopping")
+        for task in tasks:
+            task.cancel()
+    return 0
+
+
+def _target(access: Access) -> Target:
+    return Target(
+        access.url,
+        api_key_file=access.api_key_file,
+        api_key=access.api_key.get_secret_value() if access.api_key else None,
+        ca_file=access.ca_file,
+        server_name=access.server_name,
+        insecure_skip_verify=access.insecure_skip_verify,
+    )
+
+
+def _described(settings: Settings) -> str:
+    canary = settings.canary
+    if not canary.enabled:
+        return "off"
+    if canary.mode == "persistent":
+        return f"persistent, {canary.stream_tokens} tokens a request"
+    return f"pulse of {canary.stream_tokens} tokens every {canary.interval_seconds:g} s"

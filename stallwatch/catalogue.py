@@ -1,0 +1,216 @@
+"""Every metric that stallwatch exports, declared once.
+
+The exporter may build only what stands here; the metric reference, the dashboards' and the rules' tests read it too.
+Names are stable: a renamed metric is a breaking change and goes into the changelog as old -> new.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stallwatch.analysis.histogram import LATENCY_EDGES
+
+PREFIX = "stallwatch_"
+
+
+class Kind(StrEnum):
+    """Prometheus metric types that we use."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One metric family: its name on the page (a counter's ends in `_total`), what it says, and its labels."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The name in HELP and TYPE as prometheus_client wants it: without a counter's `_total`."""
+        return self.name.removesuffix("_total") if self.kind is Kind.COUNTER else self.name
+
+    @property
+    def series(self) -> frozenset[str]:
+        """Sample names of the family."""
+        if self.kind is Kind.HISTOGRAM:
+            return frozenset({f"{self.name}_bucket", f"{self.name}_sum", f"{self.name}_count"})
+        return frozenset({self.name})
+
+
+def _spec(kind: Kind, name: str, help_text: str, *labels: str) -> Spec:
+    return Spec(PREFIX + name, kind, help_text, labels)
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Spec:
+    return _spec(Kind.COUNTER, name, help_text, *labels)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Spec:
+    return _spec(Kind.GAUGE, name, help_text, *labels)
+
+
+def _histogram(name: str, help_text: str, *labels: str) -> Spec:
+    return _spec(Kind.HISTOGRAM, name, help_text, *labels)
+
+
+# What readers feel
+CANARY_ICL = _histogram(
+    "canary_inter_chunk_latency_seconds",
+    "Time between two socket reads of a canary stream that each carried a token: what a reader feels.",
+    "engine",
+)
+CANARY_ITL = _histogram(
+    "canary_inter_token_latency_seconds",
+    "Inter-token latency of canary streams: each gap divided by the tokens that ended it, once per token.",
+    "engine",
+)
+CANARY_TTFT = _histogram(
+    "canary_time_to_first_token_seconds",
+    "Time from sending a canary request to its first token; a stream that timed out counts with the time waited.",
+    "engine",
+)
+ITL = _gauge(
+    "itl_seconds",
+    "Exact quantile q of inter-token latency in the window: source canary is our own streams weighted by tokens, the "
+    "open gap included; source engine is all readers, interpolated in vLLM's buckets. Absent below the minimum count.",
+    "engine",
+    "source",
+    "q",
+    "window",
+)
+ITL_SAMPLES = _gauge(
+    "itl_samples",
+    "Samples in the window of stallwatch_itl_seconds; q 0.95 needs 60 of them and q 0.99 needs 200.",
+    "engine",
+    "source",
+    "window",
+)
+ITL_TIME_WEIGHTED = _gauge(
+    "itl_time_weighted_seconds",
+    "Smallest gap such that gaps up to it make up the share q of the window's time, the open gap included.",
+    "engine",
+    "q",
+    "window",
+)
+OPEN_GAP = _gauge(
+    "open_gap_seconds",
+    "Time since the last token of the canary stream that is open now, or since sending while none has come.",
+    "engine",
+)
+READER_WAIT = _gauge(
+    "reader_wait_max_seconds",
+    "Largest wait of the last 30 s, open or closed: gaps and first-token waits (canary); step age while requests "
+    "decode, and mean ITL of a poll interval (engine).",
+    "engine",
+    "source",
+)
+STREAM_SECONDS = _counter("stream_seconds_total", "Seconds during which a canary stream was open.", "engine")
+SLO_SECONDS = _counter("slo_seconds_total", "Seconds judged while the server serves.", "engine")
+SLO_MISSED_SECONDS = _counter(
+    "slo_missed_seconds_total",
+    "Seconds among them in which a reader waited longer than the objective, seen by the canary or by the engine's "
+    "own counters; added live, each second once.",
+    "engine",
+)
+SLO_EVENTS = _counter("slo_events_total", "Tokens that were due on canary streams, for information.", "engine")
+SLO_MISSED_EVENTS = _counter("slo_missed_events_total", "Tokens among them that were not there in time.", "engine")
+SLO_ITL_OBJECTIVE = _gauge("slo_itl_objective_seconds", "Objective for inter-token latency (slo.itl_seconds).")
+SLO_TTFT_OBJECTIVE = _gauge("slo_ttft_objective_seconds", "Objective for the first token (slo.ttft_seconds).")
+SLO_TARGET = _gauge("slo_target_ratio", "Share of judged seconds that must not be missed (slo.target).")
+
+# What the engine says
+ENGINE_ITL_TOTAL = _counter(
+    "engine_itl_total", "ITL samples of vLLM's histogram since stallwatch started, the canary's taken out.", "engine"
+)
+ENGINE_ITL_GOOD = _counter(
+    "engine_itl_good_total",
+    "Those at or below the largest bucket edge that is not above the objective; absent when no edge is.",
+    "engine",
+)
+STEP_AGE = _gauge(
+    "step_age_seconds",
+    "Time for which no engine step was seen to end while requests run: a lower bound, as of the last scrape.",
+    "engine",
+)
+ENGINE_STEPS = _counter("engine_steps_total", "Engine steps that produced output, since stallwatch started.", "engine")
+DECODE_TOKENS = _counter(
+    "scheduled_decode_tokens_total", "Tokens decoded since stallwatch started, the canary's taken out.", "engine"
+)
+ENGINE_REQUESTS = _gauge(
+    "engine_requests",
+    "Requests in the engine, the canary's taken out: running, waiting for capacity, or deferred (KV transfer, LoRA, "
+    "grammar). Servers before 0.20 do not tell why a request waits: all count as waiting_capacity.",
+    "engine",
+    "state",
+)
+ENGINE_KV_USAGE = _gauge("engine_kv_cache_usage_ratio", "Share of KV cache blocks in use.", "engine")
+ENGINE_PREEMPTIONS = _counter("engine_preemptions_total", "Preemptions since stallwatch started.", "engine")
+ENGINE_PROMPT_TOKENS = _counter(
+    "engine_prompt_tokens_total",
+    "Prompt tokens of requests that got their first token, the canary's taken out: computed, or cached locally.",
+    "engine",
+    "source",
+)
+ENGINE_METRIC_MISSING = _gauge(
+    "engine_metric_missing",
+    "1 for a figure that stallwatch asked vLLM for and that this server does not have.",
+    "field",
+)
+ENGINE_INFO = _gauge(
+    "engine_info", "1; which vLLM and which base model this engine serves.", "engine", "version", "model_name"
+)
+TARGET_PHASE = _gauge(
+    "target_phase", "1 for the phase that the server is in: starting, serving, asleep or gone.", "phase"
+)
+
+# Ourselves
+BUILD_INFO = _gauge("build_info", "1; the version of stallwatch.", "version")
+SOURCE_UP = _gauge("source_up", "1 when the last poll of the source succeeded, 0 when it failed.", "source")
+SOURCE_DURATION = _gauge("source_poll_duration_seconds", "How long the last poll of the source took.", "source")
+SOURCE_FAILURES = _counter("source_failures_total", "Polls of the source that failed.", "source", "reason")
+LAST_SUCCESS = _gauge(
+    "last_poll_success_timestamp_seconds", "Unix time of the last successful poll of the source.", "source"
+)
+OBSERVER_LAG = _gauge("observer_lag_seconds", "Worst lateness of our own event loop in the last 30 s.")
+OBSERVER_EXCLUDED = _counter(
+    "observer_excluded_gaps_total", "Canary gaps that our own lateness explains, kept out of every other figure."
+)
+OBSERVER_THROTTLED = _counter(
+    "observer_throttled_seconds_total", "Seconds for which our own container was throttled by its CPU limit."
+)
+CANARY_ENABLED = _gauge("canary_enabled", "1 when canary streams are switched on.")
+CANARY_REQUESTS = _counter("canary_requests_total", "Canary streams ended, by outcome.", "outcome")
+CANARY_SKIPPED = _counter("canary_skipped_total", "Canary streams that were due and not sent, by reason.", "reason")
+CANARY_TOKENS = _counter("canary_tokens_total", "Tokens that canary streams received.")
+CANARY_LAST_SUCCESS = _gauge(
+    "canary_last_success_timestamp_seconds", "Unix time at which a canary stream last ended as it should."
+)
+
+CATALOGUE: tuple[Spec, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Spec))
+
+
+def reference(style: str = "text") -> str:
+    """The metric reference as `text`, `markdown` or `json`. Raises `ValueError` for another style."""
+    if style == "json":
+        rows = [
+            {"name": spec.name, "type": spec.kind, "labels": list(spec.labels), "help": spec.help} for spec in CATALOGUE
+        ]
+        return json.dumps({"metrics": rows, "latency_buckets_seconds": LATENCY_EDGES}, indent=2)
+    if style == "markdown":
+        lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{spec.name}` | {spec.kind} | {' '.join(f'`{label}`' for label in spec.labels)} | {spec.help} |"
+            for spec in CATALOGUE
+        ]
+        return "\n".join(lines)
+    if style == "text":
+        return "\n".join(
+            f"{spec.name}{{{','.join(spec.labels)}}} {spec.kind}\n    {spec.help}" for spec in CATALOGUE
+        ).replace("{}", "")
+    raise ValueError(f"no such style: {style!r}; one of text, markdown, json")

@@ -1,0 +1,1 @@
+"""Our own HTTP listener: metrics, probes and JSON."""

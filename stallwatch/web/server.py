@@ -1,0 +1,132 @@
+"""The listener: `/metrics`, the probes and the JSON views of what is known.
+
+Handlers read what is already in memory and never wait for vLLM, so a scrape answers in milliseconds while the server
+that is watched hangs. Text is rendered in a thread: milliseconds on the loop would look like latency of the canary.
+"""
+
+import asyncio
+import errno
+import gzip
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import structlog
+from aiohttp import web
+from prometheus_client.core import Metric
+
+import stallwatch
+from stallwatch import exporter
+
+log = structlog.get_logger()
+
+_MAX_HEADER = 8190
+_MAX_BODY = 16 * 1024  # we take no bodies; a client that sends one is told so before it is read
+_SHUTDOWN = 1.0  # seconds that requests under way are given
+
+RunBlocking = Callable[[Callable[[], tuple[bytes, str]]], Awaitable[tuple[bytes, str]]]
+
+
+class Views(Protocol):
+    """What the listener shows; each call answers from memory."""
+
+    def families(self) -> tuple[Metric, ...]:
+        """What `/metrics` says now."""
+
+    def status(self) -> Mapping[str, Any]:
+        """What `/api/v1/status` says now, ready for JSON."""
+
+    def alive(self) -> bool:
+        """Whether the loop turns and the heartbeat is fresh."""
+
+
+def create_app(views: Views, *, run_blocking: RunBlocking = asyncio.to_thread) -> web.Application:
+    """The routes over `views`; `run_blocking` runs a function off the loop (in tests: at once)."""
+
+    async def metrics(request: web.Request) -> web.Response:
+        shown = views.families()
+        accept = request.headers.get("Accept", "")
+        body, content_type = await run_blocking(lambda: exporter.render(shown, accept))
+        if "gzip" not in request.headers.get("Accept-Encoding", ""):
+            return web.Response(body=body, headers={"Content-Type": content_type})
+        # Level 1 costs a twentieth of the default level and a page still shrinks tenfold.
+        packed = gzip.compress(body, compresslevel=1)
+        return web.Response(body=packed, headers={"Content-Type": content_type, "Content-Encoding": "gzip"})
+
+    async def livez(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n") if views.alive() else web.Response(status=503, text="heartbeat is late\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def status(_: web.Request) -> web.Response:
+        return web.json_response(views.status())
+
+    async def index(_: web.Request) -> web.Response:
+        return web.Response(
+            text=f"stallwatch {stallwatch.__version__}\n\n/metrics\n/api/v1/status\n/livez\n/readyz\n",
+        )
+
+    app = web.Application(client_max_size=_MAX_BODY)
+    app.router.add_get("/", index)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/livez", livez)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/api/v1/status", status)
+    return app
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket: dual-stack for `::`, IPv4 where the machine has no IPv6.
+
+    Raises `OSError` when the port is taken or the address is not ours.
+    """
+    if ":" not in host:
+        family = socket.AF_INET
+    else:
+        family = socket.AF_INET6
+        try:
+            return _bound(family, host, port)
+        except OSError as error:
+            missing = error.errno in {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}
+            if host != "::" or not missing:
+                raise
+            log.info("no ipv6 here, listening on ipv4", port=port)
+            family, host = socket.AF_INET, "0.0.0.0"  # noqa: S104  (the address that was asked for, in IPv4)
+    return _bound(family, host, port)
+
+
+@asynccontextmanager
+async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves `app` on `listener` while the context is open."""
+    runner = web.AppRunner(
+        app,
+        handle_signals=False,
+        access_log=None,
+        shutdown_timeout=_SHUTDOWN,
+        max_line_size=_MAX_HEADER,
+        max_field_size=_MAX_HEADER,
+        keepalive_timeout=75.0,
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _bound(family: int, host: str, port: int) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, port))
+        listener.listen(128)
+        listener.setblocking(False)  # noqa: FBT003  (the standard library's signature)
+    except OSError:
+        listener.close()
+        raise
+    return listener

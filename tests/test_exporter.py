@@ -1,0 +1,166 @@
+import re
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from stallwatch import exporter
+from stallwatch.analysis.findings import Findings
+from stallwatch.app import monitor_for
+from stallwatch.catalogue import CATALOGUE
+from stallwatch.health import Health
+from stallwatch.observations import (
+    Buckets,
+    EngineCounters,
+    EngineSample,
+    Failure,
+    Lane,
+    ObserverSample,
+    Outcome,
+    PollFailure,
+    ServerFacts,
+    Source,
+    StreamClosed,
+    StreamOpened,
+    StreamTokens,
+)
+from stallwatch.scheduling import Poll
+from stallwatch.settings import Settings
+
+SETTINGS = Settings.model_validate({"canary": {"mode": "persistent"}})
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+def busy() -> tuple[Findings, Health]:
+    """Findings in which every part has something to say: two engines, streams, failures."""
+    monitor = monitor_for(SETTINGS)
+    health = Health()
+    monitor.observe(ServerFacts(at=0.0, version="0.32.0", model_name='ti"ny\n'))
+    monitor.observe(StreamOpened(0.0, 1, "0", "stallwatch-canary-1"))
+    at = 0.0
+    for step in range(1, 300):
+        at = step * 0.02
+        monitor.observe(StreamTokens(at, 1, 1))
+        if step % 10 == 0:
+            monitor.observe(ObserverSample(at, 0.001, 0.0))
+            monitor.observe(sample(at, step))
+    monitor.observe(StreamClosed(at, 1, Outcome.COMPLETED, prompt_tokens=20, cached_tokens=0))
+    monitor.observe(StreamOpened(at, 2, "0", "stallwatch-canary-2"))
+    monitor.observe(ObserverSample(at + 0.25, 0.001, 0.1))
+    for source in Source:
+        health.polled(Poll(source, at - 0.01, at, None))
+    health.polled(Poll(Source.GPU, at, at, PollFailure(at, Source.GPU, Failure.UNAVAILABLE, "no driver")))
+    return monitor.findings(at + 0.3), health
+
+
+def sample(at: float, step: int) -> EngineSample:
+    counters = EngineCounters(
+        running=3.0,
+        waiting=1.0,
+        waiting_capacity=1.0,
+        waiting_deferred=0.0,
+        kv_usage=0.25,
+        iterations=float(step),
+        generation_tokens=3.0 * step,
+        itl_count=3.0 * step,
+        itl_sum=0.06 * step,
+        itl_buckets=Buckets((0.01, 0.05, 0.1, float("inf")), (0.0, 3.0 * step, 3.0 * step, 3.0 * step)),
+        preemptions=0.0,
+        first_tokens=3.0,
+        finished=1.0,
+        prompt_local_compute=100.0,
+        prompt_local_cache_hit=0.0,
+    )
+    return EngineSample(
+        sent_at=at - 0.002,
+        at=at,
+        lane=Lane.ESTIMATOR,
+        engines={"0": counters, "1": counters},
+        missing=frozenset({"spec_draft_tokens"}),
+        asleep=False,
+    )
+
+
+def page(accept: str = "text/plain;version=0.0.4") -> str:
+    findings, health = busy()
+    body, _ = exporter.render(exporter.families(findings, health, SETTINGS, wall_offset=1.7e9), accept)
+    return body.decode()
+
+
+def test_page_reads_back_with_every_label_escaped() -> None:
+    """prometheus_client reads the page, and a hostile model name is only a label value."""
+    families = {family.name: family for family in text_string_to_metric_families(page())}
+
+    info = families["stallwatch_engine_info"].samples
+    assert {sample.labels["engine"] for sample in info} == {"0", "1"}
+    assert {sample.labels["model_name"] for sample in info} == {'ti"ny\n'}
+
+
+def test_only_the_catalogue_and_process_metrics_are_on_the_page() -> None:
+    """Whatever is exported was declared, with just the declared labels."""
+    declared = {name: set(spec.labels) for spec in CATALOGUE for name in spec.series}
+    for family in text_string_to_metric_families(page()):
+        for sample in family.samples:
+            if not sample.name.startswith("process_"):
+                assert set(sample.labels) - {"le"} == declared[sample.name], sample.name
+
+
+def test_every_metric_of_the_catalogue_can_appear() -> None:
+    """A busy server makes every declared metric show, so that none is declared in vain."""
+    shown = {sample.name for family in text_string_to_metric_families(page()) for sample in family.samples}
+
+    assert [spec.name for spec in CATALOGUE if not spec.series & shown] == []
+
+
+def test_promtool_accepts_the_page() -> None:
+    """Prometheus' own linter has nothing to say."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.fail("promtool is missing. On Debian, as root: apt-get install prometheus")
+
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=page(), text=True, capture_output=True, timeout=60, check=False
+    )
+
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_openmetrics_carries_the_request_as_exemplar() -> None:
+    """Who asks for OpenMetrics gets it, with the canary's request id on its buckets."""
+    text = page(OPENMETRICS)
+
+    assert text.endswith("# EOF\n")
+    assert '# {request_id="stallwatch-canary-1"}' in text
+    assert {family.name for family in read_openmetrics(text)} >= {"stallwatch_canary_inter_token_latency_seconds"}
+
+
+def test_no_created_series() -> None:
+    """`_created` series would nearly double the page and nobody reads them."""
+    assert "_created" not in page()
+    assert "_created" not in page(OPENMETRICS)
+
+
+def test_what_is_not_known_is_absent() -> None:
+    """Before anything was seen there is no latency, no age and no engine: not a zero."""
+    findings = monitor_for(SETTINGS).findings(10.0)
+    body, _ = exporter.render(exporter.families(findings, Health(), SETTINGS, wall_offset=0.0), "")
+    text = body.decode()
+
+    assert 'stallwatch_target_phase{phase="starting"} 1.0' in text
+    assert 'stallwatch_canary_requests_total{outcome="completed"} 0.0' in text
+    for absent in ("itl", "open_gap", "step_age", "engine", "slo_seconds", "reader_wait"):
+        assert not re.search(rf"^stallwatch_{absent}", text, re.MULTILINE), absent
+
+
+def test_one_engine_stays_small() -> None:
+    """A sidecar of one engine costs Prometheus a bounded number of series."""
+    findings, health = busy()
+    lines = [line for line in page().splitlines() if line and not line.startswith("#")]
+    per_engine = [line for line in lines if 'engine="1"' in line]
+    print(f"{len(lines)} series in all with two engines, {len(per_engine)} of an engine without canary streams")
+
+    assert len(findings.engines) == 2
+    assert len(health.sources) == 4
+    assert len(lines) < 400
