@@ -34,10 +34,13 @@ def test_a_prefill_only_phase_is_progress_without_decoders() -> None:
     watch = StepWatch()
     scrape(watch, 1.0, running=1, iterations=5, itl_count=5, kv_usage=0.1)
     scrape(watch, 1.25, running=1, iterations=6, itl_count=6, kv_usage=0.1)
-    interval = scrape(watch, 1.5, running=1, iterations=6, itl_count=6, kv_usage=0.14)
+    once = scrape(watch, 1.5, running=1, iterations=6, itl_count=6, kv_usage=0.14)
+    kept = watch.decoders
+    scrape(watch, 1.75, running=1, iterations=6, itl_count=6, kv_usage=0.18)
 
-    assert interval is not None
-    assert interval.moved
+    assert once is not None
+    assert once.moved
+    assert kept == 1, "under async scheduling the gauges lead by one step"
     assert watch.decoders == 0
     assert watch.age() == 0
 
@@ -45,8 +48,8 @@ def test_a_prefill_only_phase_is_progress_without_decoders() -> None:
 def test_a_decoder_that_finished_is_not_waited_for() -> None:
     """When the only decoder leaves, what remains is prefill: the silence that follows is nobody's gap."""
     watch = StepWatch()
-    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished=3, first_tokens=4)
-    scrape(watch, 1.25, running=1, iterations=60, itl_count=60, finished=4, first_tokens=4)
+    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished_count=3, first_tokens=4)
+    scrape(watch, 1.25, running=1, iterations=60, itl_count=60, finished_count=4, first_tokens=4)
 
     assert watch.decoders == 0
 
@@ -54,8 +57,8 @@ def test_a_decoder_that_finished_is_not_waited_for() -> None:
 def test_a_request_whose_first_token_came_decodes_from_now_on() -> None:
     """A prefill that ended adds a decoder, at most as many as run."""
     watch = StepWatch()
-    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished=3, first_tokens=4)
-    scrape(watch, 1.25, running=2, iterations=51, itl_count=51, finished=3, first_tokens=5)
+    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished_count=3, first_tokens=4)
+    scrape(watch, 1.25, running=2, iterations=51, itl_count=51, finished_count=3, first_tokens=5)
 
     assert watch.decoders == 2
 
@@ -63,9 +66,9 @@ def test_a_request_whose_first_token_came_decodes_from_now_on() -> None:
 def test_events_between_scrapes_that_do_not_ask_for_them_are_not_lost() -> None:
     """Counters of the larger lane are compared with their own last known value."""
     watch = StepWatch()
-    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished=3, first_tokens=4)
+    scrape(watch, 1.0, running=2, iterations=50, itl_count=50, finished_count=3, first_tokens=4)
     scrape(watch, 1.25, running=2, iterations=51, itl_count=52)
-    scrape(watch, 1.5, running=1, iterations=52, itl_count=54, finished=4, first_tokens=4)
+    scrape(watch, 1.5, running=1, iterations=52, itl_count=54, finished_count=4, first_tokens=4)
 
     assert watch.decoders == 1
 

@@ -35,6 +35,7 @@ class StepWatch:
     progressed_at: float | None = None  # the reading that saw the last movement, or the first reading of all
     read_at: float | None = None  # the last reading
     _asked_at: float | None = None
+    _without_output: int = 0  # successive intervals that moved without a token
     _last: EngineCounters | None = None
     _growth: Growth = field(default_factory=Growth)
     _samples: tuple[float, float] | None = None  # (itl_count, itl_sum) of the last scrape that had both
@@ -43,7 +44,7 @@ class StepWatch:
         """Takes a scrape; None for the first one, after which nothing can be compared yet."""
         before, since = self._last, self.read_at
         mean = self._mean_itl(counters)
-        left, joined = self._growth.of(counters, "finished"), self._growth.of(counters, "first_tokens")
+        left, joined = self._growth.of(counters, "finished_count"), self._growth.of(counters, "first_tokens")
         self._last = counters
         self.running = counters.running
         self.read_at = at
@@ -96,9 +97,12 @@ class StepWatch:
         samples = delta(before.itl_count, after.itl_count)
         if steps is None or samples is None:
             return
+        self._without_output = self._without_output + 1 if steps == 0 else 0
         if steps == 0:
-            # Only prefill went on. Decoders that wait for it would have got a token in each of its steps.
-            self.decoders = 0.0
+            # Only prefill went on: a decoder would have got a token in each of its steps. Not so the first time, since
+            # under async scheduling the gauges run one step ahead of the tokens.
+            if self._without_output > 1:
+                self.decoders = 0.0
             return
         # Those that left during the interval no longer wait, those that got their first token do.
         left = max(left, delta(after.running, before.running) or 0.0)

@@ -102,13 +102,14 @@ class StreamsWatch:
         if seen.outcome in _CENSORED and (wait > promised or seen.outcome is Outcome.TIMEOUT):
             self._unjudged.append(_Wait(stream, stream.since, seen.at, 0, first=not stream.decoding))
 
-    def tick(self, now: float) -> list[Gap]:
-        """Judges the waits that ended and books what is missed while one is open; returns the gaps that count."""
+    def tick(self, now: float) -> None:
+        """Judges the waits that ended, and books what is missed while one is open."""
         if self._ticked_at is not None and self.open:
             self.stream_seconds += max(0.0, now - self._ticked_at)
         self._ticked_at = now
         judged, self._unjudged = self._unjudged, []
-        gaps = [gap for wait in judged if (gap := self._judge(wait)) is not None]
+        for ended in judged:
+            self._judge(ended)
         self._events.keep(self.open)
         for stream in self.open.values():
             wait = now - stream.since
@@ -120,7 +121,6 @@ class StreamsWatch:
                 self._events.open(stream.number, wait)
             elif wait > self.objectives.ttft:
                 self.indicator.miss(stream.since, now)
-        return gaps
 
     def decoding_since(self) -> float | None:
         """Time of the last token of the stream that has been waiting longest among those that decode."""
@@ -143,19 +143,19 @@ class StreamsWatch:
             events_missed=self._events.missed,
         )
 
-    def _judge(self, wait: _Wait) -> Gap | None:
+    def _judge(self, wait: _Wait) -> None:
         seconds = wait.end - wait.start
         if self._ours(wait.start, wait.end):
             self.excluded += 1
             self._events.drop(wait.stream.number)
-            return None
+            return
         self._waits.add(wait.end, seconds)
         request_id = wait.stream.request_id
         if wait.first:
             self._ttft.observe(seconds, exemplar=request_id)
             if seconds > self.objectives.ttft:
                 self.indicator.miss(wait.start, wait.end)
-            return None
+            return
         gap = Gap(wait.start, wait.end, max(1, wait.tokens))
         self._icl.observe(seconds, exemplar=request_id)
         self._itl.observe(seconds / gap.tokens, gap.tokens, exemplar=request_id)
@@ -164,7 +164,6 @@ class StreamsWatch:
         self._events.close(wait.stream.number, seconds, wait.tokens)
         if seconds > allowed_gap(gap.tokens, self.objectives.itl):
             self.indicator.miss(gap.start, gap.end)
-        return gap if wait.tokens else None
 
     def _ours(self, start: float, end: float) -> bool:
         return comparable(end - start, self.observer.lag_within(start, end))

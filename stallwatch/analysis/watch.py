@@ -6,7 +6,7 @@ from typing import Any
 from stallwatch.analysis.counting import Growth, NetCounter, was_reset
 from stallwatch.analysis.findings import EngineFindings
 from stallwatch.analysis.history import RecentMaximum
-from stallwatch.analysis.itl import GapWindow
+from stallwatch.analysis.itl import Gap, GapWindow
 from stallwatch.analysis.observer import ObserverHistory
 from stallwatch.analysis.phase import Phase
 from stallwatch.analysis.readers import ReadersView
@@ -84,8 +84,11 @@ class EngineWatch:
     def stream_tokens(self, seen: StreamTokens) -> None:
         """Tokens of our own arrived."""
         stream = self.streams.open.get(seen.stream)
-        later = seen.tokens if stream is not None and stream.decoding else seen.tokens - 1
-        self._decode.own(later)
+        if stream is not None and stream.decoding:
+            self._decode.own(seen.tokens)
+            self._readers.own_gap(Gap(stream.since, seen.at, seen.tokens))
+        else:
+            self._decode.own(seen.tokens - 1)
         self.streams.tokens(seen)
 
     def stream_closed(self, seen: StreamClosed) -> None:
@@ -99,8 +102,7 @@ class EngineWatch:
     def tick(self, now: float, phase: Phase) -> None:
         """Moves every live number on to `now`."""
         before, self._ticked_at = self._ticked_at, now
-        for gap in self.streams.tick(now):
-            self._readers.own_gap(gap)
+        self.streams.tick(now)
         if before is not None and self._has_verdict(now, phase):
             self.indicator.judge(before, now)
 
