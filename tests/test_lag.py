@@ -1,0 +1,168 @@
+"""The sleeper that measures our own lateness."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stallwatch.observations import ObserverSample
+from stallwatch.sources.lag import LagSource
+from tests.virtual import VirtualLoop, run
+
+
+async def for_a_while(
+    seconds: float, disturb: Callable[[VirtualLoop], None] | None = None, totals: list[float | None] | None = None
+) -> list[ObserverSample]:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    left = list(totals or [])
+    source = LagSource(clock=loop.time, throttled_seconds=lambda: left.pop(0) if left else None)
+    seen: list[ObserverSample] = []
+    task = asyncio.create_task(source.run(seen.append))
+    if disturb is not None:
+        loop.call_at(0.6, disturb, loop)
+    await asyncio.sleep(seconds)
+    task.cancel()
+    return seen
+
+
+def block(seconds: float) -> Callable[[VirtualLoop], None]:
+    """A callback that holds the loop for that long, in virtual time."""
+
+    def held(loop: VirtualLoop) -> None:
+        loop._jumping.now += seconds
+
+    return held
+
+
+def test_a_free_loop_is_not_late() -> None:
+    """Without disturbance there is a sample every quarter of a second and each says zero."""
+    seen = run(for_a_while(2.1))
+    assert [pytest.approx(0.25 * k, abs=0.02) for k in range(1, 9)] == [sample.at for sample in seen]
+    assert max(sample.lag for sample in seen) < 1e-9
+
+
+def test_a_blocked_loop_says_so_at_once() -> None:
+    """A lateness of two seconds is reported as soon as the loop turns again, and only there."""
+    seen = run(for_a_while(4.0, block(2.0)))
+    (late,) = [sample for sample in seen if sample.lag > 0.001]
+    assert late.at == pytest.approx(2.6, abs=0.011)
+    assert late.lag == pytest.approx(2.0, abs=0.011)
+
+
+def test_a_short_delay_waits_for_the_next_sample() -> None:
+    """A lateness of 50 ms is reported with the quarter of a second that it falls into."""
+    seen = run(for_a_while(1.3, block(0.05)))
+    assert [pytest.approx(0.05, abs=0.011)] == [sample.lag for sample in seen if sample.lag > 0.001]
+    assert len(seen) <= 5
+
+
+def test_a_stamp_is_judged_with_its_lateness_known() -> None:
+    """What the late loop handles before the sleeper wakes can have the lateness told first, and it is told once."""
+
+    async def scenario() -> list[ObserverSample | str]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        source = LagSource(clock=loop.time)
+        seen: list[ObserverSample | str] = []
+        task = asyncio.create_task(source.run(seen.append))
+
+        def token() -> None:
+            block(2.0)(loop)
+            source.speak_up()
+            seen.append("token")
+
+        source.speak_up()
+        loop.call_at(0.105, source.speak_up)
+        loop.call_at(0.106, token)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        return seen
+
+    first, second, *later = run(scenario())
+    assert isinstance(first, ObserverSample)
+    assert first.lag == pytest.approx(2.0, abs=0.011)
+    assert second == "token"
+    assert [sample for sample in later if isinstance(sample, ObserverSample) and sample.lag > 0.001] == []
+
+
+def test_throttling_is_a_difference() -> None:
+    """Throttled seconds are those since the sample before, and absent where the total is absent or was reset."""
+    seen = run(for_a_while(1.3, totals=[1.0, 1.2, None, 1.3, 0.1, 0.3]))
+    assert [pytest.approx(0.2), None, None, None, pytest.approx(0.2)] == [sample.throttled for sample in seen]
+
+
+# a process that may run for 10 ms in each 100 ms, as under a limit of 100 millicores
+THROTTLED = """
+    import asyncio, json, sys, time
+    from stallwatch.sources.host import OwnCgroup
+    from stallwatch.sources.lag import LagSource
+
+    async def main():
+        seen = []
+        own = OwnCgroup()
+        lag = LagSource(clock=time.monotonic, throttled_seconds=own.throttled_seconds)
+        task = asyncio.create_task(lag.run(seen.append))
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            busy = time.monotonic() + 0.004
+            while time.monotonic() < busy:
+                pass
+            await asyncio.sleep(0.001)
+        task.cancel()
+        print(json.dumps([[each.lag, each.throttled] for each in seen]))
+
+    asyncio.run(main())
+"""
+
+
+def limited_cgroup() -> tuple[Path, Path] | None:
+    """A new cgroup with 100 millicores, and the file that takes its members; None where none can be made."""
+    name = f"stallwatch-test-{os.getpid()}"
+    for root in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")):
+        group = root / name
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / "cpu.max").exists():
+                (group / "cpu.max").write_text("10000 100000")
+            else:
+                (group / "cpu.cfs_period_us").write_text("100000")
+                (group / "cpu.cfs_quota_us").write_text("10000")
+        except OSError:
+            group.rmdir()
+            continue
+        return group, group / "cgroup.procs"
+    return None
+
+
+def test_a_limit_of_100_millicores_is_seen() -> None:
+    """Under a real CPU limit the sleeper is late by tens of milliseconds, and the cgroup says for how long."""
+    made = limited_cgroup()
+    if made is None:
+        pytest.skip("no cgroup with a CPU limit can be made here")
+    group, members = made
+    program = f"import pathlib, os; pathlib.Path({str(members)!r}).write_text(str(os.getpid()))\n"
+    # The imports would take a minute under the limit: it is entered after them.
+    program = "import asyncio, stallwatch.sources.host, stallwatch.sources.lag\n" + program + textwrap.dedent(THROTTLED)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    finally:
+        for _ in range(50):
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.02)
+    seen = json.loads(done.stdout)
+    assert max(lag for lag, _ in seen) > 0.05
+    assert sum(throttled or 0.0 for _, throttled in seen) > 0.5
