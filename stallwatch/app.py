@@ -11,10 +11,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
+import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
 import structlog
 from prometheus_client.core import Metric
 
@@ -25,13 +27,16 @@ from stallwatch.analysis.streams import Objectives
 from stallwatch.analysis.watch import Freshness
 from stallwatch.health import Health
 from stallwatch.observations import Observation, ObserverSample, PollFailure, Source
-from stallwatch.scheduling import every
+from stallwatch.scheduling import SourceError, every
 from stallwatch.settings import Access, Settings
+from stallwatch.sources.blocking import RunBlocking
 from stallwatch.sources.canary import Canary, Gate
 from stallwatch.sources.engine import EngineSource
-from stallwatch.sources.host import OwnCgroup
+from stallwatch.sources.gpu import Gpu
+from stallwatch.sources.host import HostSource, OwnCgroup
 from stallwatch.sources.http import Target
 from stallwatch.sources.lag import LagSource
+from stallwatch.sources.nvml import Nvml
 from stallwatch.web import server
 from stallwatch.web.status import status
 
@@ -39,6 +44,7 @@ log = structlog.get_logger()
 
 _HEARTBEAT_LIMIT = 30.0  # seconds without a heartbeat after which the loop counts as stuck
 _SCRAPE_HOLDS = 5.0  # seconds for which the verdict of a scrape holds, or three intervals if that is longer
+HOST_TIMEOUT_SECONDS = 5.0  # files below /proc and /sys answer at once, or the machine is in trouble
 _CANARY_HOLDS = 2.0  # intervals for which the verdict of a pulse holds
 
 # A render thread that holds the interpreter for the default 5 ms would delay the time stamps on the loop by as much.
@@ -51,8 +57,19 @@ Task = Coroutine[Any, Any, None]
 class Sidecar:
     """One monitor with its sources; what `run` starts and what the listener shows."""
 
-    def __init__(self, settings: Settings, *, clock: Clock = time.monotonic, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Clock = time.monotonic,
+        rng: random.Random | None = None,
+        nvml: Nvml = pynvml,
+        run_blocking: RunBlocking | None = None,
+    ) -> None:
+        """`nvml` is the library's module or its stand-in; `run_blocking` (in tests) replaces the threads of sources."""
         self.settings = settings
+        self.gpu = Gpu(settings.gpu, environ=os.environ, nvml=nvml, clock=clock, run_blocking=run_blocking)
+        self._run_blocking = run_blocking
         self.monitor = monitor_for(settings)
         self.health = Health()
         self._clock = clock
@@ -82,7 +99,9 @@ class Sidecar:
     def status(self) -> Mapping[str, Any]:
         """What `/api/v1/status` says now."""
         now = self._clock()
-        return status(self.monitor.findings(now), self.health, self.settings, now=now)
+        return status(
+            self.monitor.findings(now), self.health, self.settings, now=now, hardware=asdict(self.gpu.status())
+        )
 
     def alive(self) -> bool:
         """Whether the heartbeat is fresh."""
@@ -117,21 +136,18 @@ class Sidecar:
             plan["engine"] = await self._engine(stack)
             if settings.canary.enabled:
                 plan["canary"] = await self._canary(stack)
+            if settings.gpu.enabled != "false":
+                stack.push_async_callback(self.gpu.close)
+                plan["gpu"] = self._gpus()
+            if settings.host.enabled:
+                plan["host"] = self._host(stack)
             yield plan
 
     async def _engine(self, stack: AsyncExitStack) -> Task:
         target = _target(self.settings.engine_access)
         session = await stack.enter_async_context(target.session())
         source = EngineSource(session, target, self.settings.engine, clock=self._clock, emit_facts=self.observe)
-        return every(
-            self.settings.engine.interval_seconds,
-            source.deadline_seconds,
-            source=Source.ENGINE,
-            observe=source.poll,
-            emit=self.observe,
-            clock=self._clock,
-            polled=self.health.polled,
-        )
+        return self._every(Source.ENGINE, self.settings.engine.interval_seconds, source.deadline_seconds, source.poll)
 
     async def _canary(self, stack: AsyncExitStack) -> Task:
         settings = self.settings.canary
@@ -149,14 +165,41 @@ class Sidecar:
         )
         if settings.mode == "persistent":
             return canary.persistent()
+        return self._every(
+            Source.CANARY, settings.interval_seconds, canary.pulse_timeout_seconds, canary.pulse, wake=self._wake
+        )
+
+    async def _gpus(self) -> None:
+        settings = self.settings.gpu
+        with suppress(SourceError):
+            await self.gpu.poll()
+        if self.gpu.off is not None:
+            log.info("gpu source off", reason=self.gpu.off)
+            return
+        await self._every(Source.GPU, settings.interval_seconds, settings.timeout_seconds + 1.0, self.gpu.poll)
+
+    def _host(self, stack: AsyncExitStack) -> Task:
+        settings = self.settings.host
+        source = HostSource(settings, clock=self._clock, run_blocking=self._run_blocking)
+        stack.callback(source.close)
+        return self._every(Source.HOST, settings.interval_seconds, HOST_TIMEOUT_SECONDS, source.poll)
+
+    def _every(
+        self,
+        source: Source,
+        interval_seconds: float,
+        timeout_seconds: float,
+        observe: Callable[[], Awaitable[Observation]],
+        wake: asyncio.Event | None = None,
+    ) -> Task:
         return every(
-            settings.interval_seconds,
-            canary.pulse_timeout_seconds,
-            source=Source.CANARY,
-            observe=canary.pulse,
+            interval_seconds,
+            timeout_seconds,
+            source=source,
+            observe=observe,
             emit=self.observe,
             clock=self._clock,
-            wake=self._wake,
+            wake=wake,
             polled=self.health.polled,
         )
 

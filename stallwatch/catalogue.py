@@ -169,6 +169,71 @@ TARGET_PHASE = _gauge(
     "target_phase", "1 for the phase that the server is in: starting, serving, asleep or gone.", "phase"
 )
 
+# The GPUs, each as NVML counts them
+_GPU = ("gpu", "uuid")
+GPU_INFO = _gauge(
+    "gpu_info",
+    "1; scope tells how sure it is that this GPU is vLLM's: selected by gpu.devices, the only ones in this container, "
+    "or all of the node (then select with gpu.devices).",
+    *_GPU,
+    "name",
+    "driver",
+    "scope",
+)
+GPU_UTILIZATION = _gauge("gpu_utilization_ratio", "Share of the driver's sampling period in which a kernel ran.", *_GPU)
+GPU_MEMORY_UTILIZATION = _gauge(
+    "gpu_memory_utilization_ratio", "Share of that period in which device memory was read or written.", *_GPU
+)
+GPU_SM_CLOCK = _gauge("gpu_sm_clock_hertz", "SM clock over the last second: min, mean and max.", *_GPU, "stat")
+GPU_SM_CLOCK_RATIO = _gauge(
+    "gpu_sm_clock_ratio",
+    "SM clock of the last second while busy, to what this GPU usually has when it is busy; absent until known.",
+    *_GPU,
+)
+GPU_MEMORY_CLOCK = _gauge("gpu_memory_clock_hertz", "Present clock of the device memory.", *_GPU)
+GPU_POWER = _gauge(
+    "gpu_power_watts", "Mean power of the last second, from the energy counter where there is one.", *_GPU
+)
+GPU_POWER_LIMIT = _gauge("gpu_power_limit_watts", "Power limit that the driver enforces.", *_GPU)
+GPU_ENERGY = _counter("gpu_energy_joules_total", "Energy since the driver was loaded.", *_GPU)
+GPU_TEMPERATURE = _gauge("gpu_temperature_celsius", "Temperature of the GPU's core.", *_GPU)
+GPU_CLOCK_EVENT = _gauge(
+    "gpu_clock_event",
+    "1 while the driver names this reason for the clock; sw_power_cap is normal under load and proves nothing alone.",
+    *_GPU,
+    "reason",
+)
+GPU_MEMORY_USED = _gauge("gpu_memory_used_bytes", "Device memory in use; absent on unified memory.", *_GPU)
+GPU_MEMORY_TOTAL = _gauge("gpu_memory_total_bytes", "Device memory; absent on unified memory.", *_GPU)
+GPU_PCIE = _gauge("gpu_pcie_bytes_per_second", "PCIe throughput, as last sampled: rx or tx.", *_GPU, "direction")
+GPU_NVLINK = _counter("gpu_nvlink_bytes_total", "NVLink payload since the driver was loaded.", *_GPU, "direction")
+GPU_DRAM_ACTIVE = _gauge(
+    "gpu_dram_active_ratio", "Share of time in which DRAM moved data (GPM, Hopper and later).", *_GPU
+)
+GPU_SM_OCCUPANCY = _gauge(
+    "gpu_sm_occupancy_ratio", "Resident warps to the most possible (GPM, Hopper and later).", *_GPU
+)
+GPU_ECC = _counter("gpu_ecc_errors_total", "ECC errors of the device: corrected or uncorrected.", *_GPU, "kind")
+GPU_XID = _counter("gpu_xid_errors_total", "Xid errors seen since stallwatch started.", *_GPU)
+
+# The host
+PRESSURE = _counter(
+    "pressure_waiting_seconds_total",
+    "Time for which some or all (kind full) tasks of the host waited for the resource (pressure stall information).",
+    "resource",
+    "kind",
+)
+ENGINE_THROTTLED = _counter(
+    "engine_throttled_seconds_total", "Time for which vLLM's container was throttled; needs host.engine_cgroup."
+)
+_PORT = ("device", "port")
+RDMA_BYTES = _counter("rdma_bytes_total", "Bytes through the RDMA port: received or transmitted.", *_PORT, "direction")
+RDMA_CONGESTION = _counter(
+    "rdma_congestion_total", "Congestion and loss counters of the RDMA port, by the driver's name.", *_PORT, "counter"
+)
+RDMA_ACTIVE = _gauge("rdma_link_active", "1 when the RDMA port's link is active.", *_PORT)
+RDMA_RATE = _gauge("rdma_link_bytes_per_second", "Rate that the RDMA port's link negotiated.", *_PORT)
+
 # Ourselves
 BUILD_INFO = _gauge("build_info", "1; the version of stallwatch.", "version")
 SOURCE_UP = _gauge("source_up", "1 when the last poll of the source succeeded, 0 when it failed.", "source")

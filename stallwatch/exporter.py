@@ -22,7 +22,7 @@ from stallwatch.analysis.itl import LatencyWindow
 from stallwatch.analysis.phase import Phase
 from stallwatch.catalogue import Kind, Spec
 from stallwatch.health import Health
-from stallwatch.observations import Failure, Outcome, SkipReason
+from stallwatch.observations import CLOCK_EVENT_REASONS, Failure, Outcome, SkipReason
 from stallwatch.settings import Settings
 
 
@@ -86,6 +86,8 @@ def families(findings: Findings, health: Health, settings: Settings, *, wall_off
         _put_engine(page, engine, findings)
     _put_objectives(page, settings)
     _put_target(page, findings)
+    _put_gpus(page, findings)
+    _put_host(page, findings)
     _put_ourselves(page, findings, health, settings, wall_offset)
     return tuple(page.families[spec.name] for spec in c.CATALOGUE if spec.name in page.families)
 
@@ -157,6 +159,63 @@ def _put_target(page: Page, findings: Findings) -> None:
         page.put(c.TARGET_PHASE, phase is findings.phase, phase)
     for name in sorted(findings.missing_fields):
         page.put(c.ENGINE_METRIC_MISSING, 1, name)
+
+
+def _put_gpus(page: Page, findings: Findings) -> None:
+    sample = findings.gpus
+    if sample is None:
+        return
+    for seen in sample.gpus:
+        gpu = (seen.gpu, seen.uuid)
+        page.put(c.GPU_INFO, 1, *gpu, seen.name or "", sample.driver or "", sample.scope)
+        for spec, value in (
+            (c.GPU_UTILIZATION, seen.utilization),
+            (c.GPU_MEMORY_UTILIZATION, seen.memory_utilization),
+            (c.GPU_MEMORY_CLOCK, seen.memory_clock),
+            (c.GPU_POWER_LIMIT, seen.power_limit),
+            (c.GPU_ENERGY, seen.energy),
+            (c.GPU_TEMPERATURE, seen.temperature),
+            (c.GPU_MEMORY_USED, seen.memory_used),
+            (c.GPU_MEMORY_TOTAL, seen.memory_total),
+            (c.GPU_DRAM_ACTIVE, seen.dram_active),
+            (c.GPU_SM_OCCUPANCY, seen.sm_occupancy),
+            (c.GPU_XID, seen.xid_errors),
+        ):
+            page.put(spec, value, *gpu)
+        page.put(c.GPU_PCIE, seen.pcie_rx, *gpu, "rx")
+        page.put(c.GPU_PCIE, seen.pcie_tx, *gpu, "tx")
+        page.put(c.GPU_NVLINK, seen.nvlink_rx, *gpu, "rx")
+        page.put(c.GPU_NVLINK, seen.nvlink_tx, *gpu, "tx")
+        page.put(c.GPU_ECC, seen.ecc_corrected, *gpu, "corrected")
+        page.put(c.GPU_ECC, seen.ecc_uncorrected, *gpu, "uncorrected")
+        if seen.clock_event_reasons is not None:
+            for reason in CLOCK_EVENT_REASONS:
+                page.put(c.GPU_CLOCK_EVENT, reason in seen.clock_event_reasons, *gpu, reason)
+    for span in findings.gpu_spans:
+        gpu = (span.gpu, span.uuid)
+        if span.sm_clock is not None:
+            page.put(c.GPU_SM_CLOCK, span.sm_clock.low, *gpu, "min")
+            page.put(c.GPU_SM_CLOCK, span.sm_clock.mean, *gpu, "mean")
+            page.put(c.GPU_SM_CLOCK, span.sm_clock.high, *gpu, "max")
+        page.put(c.GPU_SM_CLOCK_RATIO, span.clock_ratio, *gpu)
+        page.put(c.GPU_POWER, span.power, *gpu)
+
+
+def _put_host(page: Page, findings: Findings) -> None:
+    seen = findings.host
+    if seen is None:
+        return
+    for (resource, kind), seconds in seen.pressure_seconds.items():
+        page.put(c.PRESSURE, seconds, resource, kind)
+    page.put(c.ENGINE_THROTTLED, seen.engine_throttled_seconds)
+    for link in seen.rdma:
+        port = (link.device, link.port)
+        page.put(c.RDMA_BYTES, link.received_bytes, *port, "received")
+        page.put(c.RDMA_BYTES, link.transmitted_bytes, *port, "transmitted")
+        page.put(c.RDMA_ACTIVE, link.active, *port)
+        page.put(c.RDMA_RATE, None if link.rate_gbps is None else link.rate_gbps * 1e9 / 8, *port)
+        for counter, count in link.congestion.items():
+            page.put(c.RDMA_CONGESTION, count, *port, counter)
 
 
 def _put_ourselves(page: Page, findings: Findings, health: Health, settings: Settings, wall_offset: float) -> None:

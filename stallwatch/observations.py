@@ -234,6 +234,13 @@ class ObserverSample:
     throttled: float | None = None  # seconds that our own cgroup was throttled since the last sample
 
 
+CLOCK_EVENT_REASONS = (
+    *("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown"),
+    *("hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting", "board_limit", "reliability", "other"),
+)
+"""NVML's clock event reasons in its current words; "other" stands for any that is newer than this list."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
     """One poll of one GPU through NVML; a figure that the device does not give is None."""

@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -13,10 +14,13 @@ from stallwatch.analysis.findings import EngineFindings, Findings
 from stallwatch.app import Sidecar
 from stallwatch.observations import Observation, PollFailure
 from stallwatch.settings import Settings
+from stallwatch.simulator.driver import driver_of
 from stallwatch.simulator.scenario import Scenario
 from stallwatch.simulator.scenarios import SCENARIOS
 from stallwatch.simulator.server import SERVER, SimulatedServer, create_app
 from tests import virtual
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -38,6 +42,11 @@ class Watched:
     def engine(self, number: str = "0") -> EngineFindings:
         """What was said of one engine at the end."""
         return next(engine for engine in self.last.engines if engine.engine == number)
+
+
+async def inline(work: Callable[[], T], /) -> T:
+    """Runs at once what production runs in a thread: threads are invisible to virtual time."""
+    return work()
 
 
 class _Recording(Sidecar):
@@ -78,7 +87,10 @@ async def _watch(
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     rooms = {**rooms, "engine": {"url": f"http://127.0.0.1:{port}", **rooms.get("engine", {})}}  # type: ignore[dict-item]
-    sidecar = _Recording(Settings.model_validate(rooms), clock=loop.time, rng=random.Random(7))
+    settings = Settings.model_validate({"host": {"enabled": False}, **rooms})
+    sidecar = _Recording(
+        settings, clock=loop.time, rng=random.Random(7), nvml=driver_of(app[SERVER]), run_blocking=inline
+    )
     watched = Watched(sidecar, app[SERVER], loop.time(), sidecar.seen)
     async with sidecar.tasks() as plan:
         tasks = [asyncio.create_task(task, name=name) for name, task in plan.items()]

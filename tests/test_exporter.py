@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from stallwatch import exporter
 from stallwatch.analysis.findings import Findings
@@ -16,10 +16,14 @@ from stallwatch.observations import (
     EngineCounters,
     EngineSample,
     Failure,
+    GpuReading,
+    GpuSample,
+    HostSample,
     Lane,
     ObserverSample,
     Outcome,
     PollFailure,
+    RdmaPort,
     ServerFacts,
     Source,
     StreamClosed,
@@ -49,6 +53,21 @@ def busy() -> tuple[Findings, Health]:
     monitor.observe(StreamClosed(at, 1, Outcome.COMPLETED, prompt_tokens=20, cached_tokens=0))
     monitor.observe(StreamOpened(at, 2, "0", "stallwatch-canary-2"))
     monitor.observe(ObserverSample(at + 0.25, 0.001, 0.1))
+    port = RdmaPort(
+        device="mlx5_0",
+        port="1",
+        received_bytes=1e9,
+        transmitted_bytes=2e9,
+        active=True,
+        rate_gbps=200.0,
+        congestion={"np_cnp_sent": 3.0},
+    )
+    monitor.observe(
+        HostSample(at=at, engine_throttled_seconds=0.0, pressure_seconds={("memory", "full"): 0.5}, rdma=(port,))
+    )
+    for second in range(40):
+        monitor.observe(GpuSample(at=at - 40 + second, gpus=(gpu(second),), scope="container", driver="580.1"))
+        monitor.observe(GpuSample(at=at - 39.5 + second, gpus=(gpu(second),), scope="container", driver="580.1"))
     for source in Source:
         health.polled(Poll(source, at - 0.01, at, None))
     health.polled(Poll(Source.GPU, at, at, PollFailure(at, Source.GPU, Failure.UNAVAILABLE, "no driver")))
@@ -83,6 +102,21 @@ def sample(at: float, step: int) -> EngineSample:
     )
 
 
+def gpu(second: int) -> GpuReading:
+    """A busy GPU that gives every figure."""
+    numbers = {
+        name: float(second + 1)
+        for name in (
+            *("utilization", "memory_utilization", "memory_clock", "power", "power_limit", "energy", "temperature"),
+            *("memory_used", "memory_total", "pcie_rx", "pcie_tx", "nvlink_rx", "nvlink_tx"),
+            *("ecc_corrected", "ecc_uncorrected", "xid_errors", "dram_active", "sm_occupancy"),
+        )
+    }
+    return GpuReading(
+        gpu="0", uuid="GPU-1", name="H100", sm_clock=1.98e9, clock_event_reasons=frozenset({"sw_power_cap"}), **numbers
+    )
+
+
 def page(accept: str = "text/plain;version=0.0.4") -> str:
     findings, health = busy()
     body, _ = exporter.render(exporter.families(findings, health, SETTINGS, wall_offset=1.7e9), accept)
@@ -91,7 +125,7 @@ def page(accept: str = "text/plain;version=0.0.4") -> str:
 
 def test_page_reads_back_with_every_label_escaped() -> None:
     """prometheus_client reads the page, and a hostile model name is only a label value."""
-    families = {family.name: family for family in text_string_to_metric_families(page())}
+    families = {family.name: family for family in read_text(page())}
 
     info = families["stallwatch_engine_info"].samples
     assert {sample.labels["engine"] for sample in info} == {"0", "1"}
@@ -101,7 +135,7 @@ def test_page_reads_back_with_every_label_escaped() -> None:
 def test_only_the_catalogue_and_process_metrics_are_on_the_page() -> None:
     """Whatever is exported was declared, with just the declared labels."""
     declared = {name: set(spec.labels) for spec in CATALOGUE for name in spec.series}
-    for family in text_string_to_metric_families(page()):
+    for family in read_text(page()):
         for sample in family.samples:
             if not sample.name.startswith("process_"):
                 assert set(sample.labels) - {"le"} == declared[sample.name], sample.name
@@ -109,7 +143,7 @@ def test_only_the_catalogue_and_process_metrics_are_on_the_page() -> None:
 
 def test_every_metric_of_the_catalogue_can_appear() -> None:
     """A busy server makes every declared metric show, so that none is declared in vain."""
-    shown = {sample.name for family in text_string_to_metric_families(page()) for sample in family.samples}
+    shown = {sample.name for family in read_text(page()) for sample in family.samples}
 
     assert [spec.name for spec in CATALOGUE if not spec.series & shown] == []
 
@@ -133,7 +167,8 @@ def test_openmetrics_carries_the_request_as_exemplar() -> None:
 
     assert text.endswith("# EOF\n")
     assert '# {request_id="stallwatch-canary-1"}' in text
-    assert {family.name for family in read_openmetrics(text)} >= {"stallwatch_canary_inter_token_latency_seconds"}
+    read = read_openmetrics(text)  # type: ignore[no-untyped-call]
+    assert {family.name for family in read} >= {"stallwatch_canary_inter_token_latency_seconds"}
 
 
 def test_no_created_series() -> None:

@@ -12,13 +12,24 @@ import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
 import pytest
 from structlog.testing import capture_logs
 
-from stallwatch.observations import Failure, GpuReading, GpuSample, PollFailure, Source
+from stallwatch.observations import CLOCK_EVENT_REASONS, Failure, GpuReading, GpuSample, PollFailure, Source
 from stallwatch.scheduling import SourceError, every
 from stallwatch.settings import GpuSettings
 from stallwatch.simulator.nvml import ScriptedGpu, ScriptedNvml
 from stallwatch.sources.blocking import BlockingThread
 from stallwatch.sources.gpu import Gpu
-from stallwatch.sources.nvml import DEAD, LOST, NEVER, NO_GPU, Code, Nvml, NvmlError, explain, reason_names
+from stallwatch.sources.nvml import (
+    DEAD,
+    EVENT_REASONS,
+    LOST,
+    NEVER,
+    NO_GPU,
+    Code,
+    Nvml,
+    NvmlError,
+    explain,
+    reason_names,
+)
 from tests.nvml.fake import HOPPER, FakeNvml, load
 from tests.virtual import run
 
@@ -725,3 +736,8 @@ def test_codes_are_those_of_pynvml() -> None:
     assert {code.name: code.value for code in Code} == {
         code.name: getattr(pynvml, f"NVML_ERROR_{code.name}") for code in Code
     }
+
+
+def test_every_reason_has_a_series() -> None:
+    """What the border may name is what the page has a series for."""
+    assert (*EVENT_REASONS.values(), "other") == CLOCK_EVENT_REASONS

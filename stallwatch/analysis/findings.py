@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stallwatch.analysis.gpu import GpuSpan
 from stallwatch.analysis.histogram import HistogramState
 from stallwatch.analysis.itl import LatencyWindow
 from stallwatch.analysis.phase import Phase
-from stallwatch.observations import EngineCounters, Outcome, SkipReason
+from stallwatch.observations import EngineCounters, GpuSample, HostSample, Outcome, SkipReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +88,6 @@ class Findings:
     observer_lag: float | None = None  # worst of the last 30 s
     observer_excluded: int = 0
     observer_throttled: float | None = None  # seconds, total
+    gpus: GpuSample | None = None  # the last poll, if it is recent
+    gpu_spans: tuple[GpuSpan, ...] = ()  # the second that ended with it
+    host: HostSample | None = None

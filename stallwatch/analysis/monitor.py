@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from stallwatch.analysis.findings import Findings
+from stallwatch.analysis.gpu import GpuHistory
 from stallwatch.analysis.observer import ObserverHistory
 from stallwatch.analysis.phase import PhaseWatch
 from stallwatch.analysis.streams import WAIT_WINDOW, Objectives
@@ -32,6 +33,8 @@ from stallwatch.observations import (
 MOST_ENGINES = 64
 """Engines (data-parallel ranks) that are told apart; a server that names more is not believed."""
 
+_HARDWARE_HOLDS = 15.0  # seconds for which a reading of the GPUs or the host is shown
+
 
 @dataclass(slots=True)
 class Monitor:
@@ -43,7 +46,7 @@ class Monitor:
     engines: dict[str, EngineWatch] = field(default_factory=dict)
     life: PhaseWatch = field(default_factory=PhaseWatch)
     facts: ServerFacts | None = None
-    gpus: GpuSample | None = None
+    gpus: GpuHistory = field(default_factory=GpuHistory)
     host: HostSample | None = None
     observer: ObserverHistory = field(default_factory=ObserverHistory)
     _missing: frozenset[str] = frozenset()
@@ -76,7 +79,7 @@ class Monitor:
             case CanarySkipped():
                 self._skipped[seen.reason] += 1
             case GpuSample():
-                self.gpus = seen
+                self.gpus.add(seen)
             case HostSample():
                 self.host = seen
             case PollFailure():
@@ -85,6 +88,8 @@ class Monitor:
 
     def findings(self, now: float) -> Findings:
         """Everything there is to say at `now`."""
+        gpus, host = self.gpus.latest, self.host
+        gpus = gpus if gpus is not None and now - gpus.at <= _HARDWARE_HOLDS else None
         return Findings(
             at=now,
             phase=self.life.phase,
@@ -100,6 +105,9 @@ class Monitor:
             observer_lag=self.observer.lag_within(now - WAIT_WINDOW, now),
             observer_excluded=sum(watch.streams.excluded for watch in self.engines.values()),
             observer_throttled=self._throttled,
+            gpus=gpus,
+            gpu_spans=self.gpus.last_second() if gpus is not None else (),
+            host=host if host is not None and now - host.at <= _HARDWARE_HOLDS else None,
         )
 
     @property

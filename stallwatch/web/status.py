@@ -10,8 +10,13 @@ from stallwatch.health import Health
 from stallwatch.settings import Settings
 
 
-def status(findings: Findings, health: Health, settings: Settings, *, now: float) -> Mapping[str, Any]:
-    """The document, ready for JSON; times are ages in seconds, and what is not known is null."""
+def status(
+    findings: Findings, health: Health, settings: Settings, *, now: float, hardware: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The document, ready for JSON; times are ages in seconds, and what is not known is null.
+
+    `hardware` is what the GPU source says of itself.
+    """
     return {
         "stallwatch": stallwatch.__version__,
         "target": {
@@ -40,6 +45,7 @@ def status(findings: Findings, health: Health, settings: Settings, *, now: float
             "skipped": {reason: count for reason, count in findings.canary_skipped.items() if count},
             "tokens": findings.canary_tokens,
         },
+        "gpu": hardware,
         "observer": {
             "lag_seconds": _rounded(findings.observer_lag),
             "excluded_gaps": findings.observer_excluded,
