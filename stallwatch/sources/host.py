@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -100,8 +101,26 @@ class HostSource:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CpuLimit:
+    """A cgroup's CPU limit: `quota` seconds of running in each `period` seconds."""
+
+    quota: float
+    period: float
+
+    @property
+    def cpus(self) -> float:
+        """In the unit in which people set it."""
+        return self.quota / self.period
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds for which one busy thread is kept from running once the quota of a period is used up."""
+        return max(0.0, self.period - self.quota)
+
+
 class OwnCgroup:
-    """The CPU throttling of the cgroup that this process runs in, version 1 or 2."""
+    """The CPU limit and throttling of the cgroup that this process runs in, version 1 or 2."""
 
     def __init__(self, proc_path: Path = Path("/proc"), sys_path: Path = Path("/sys")) -> None:
         self._proc = proc_path
@@ -116,7 +135,22 @@ class OwnCgroup:
             self._file = next((path for path in self._candidates() if _throttled(path) is not None), None)
         return None if self._file is None else _throttled(self._file)
 
+    def cpu_limit(self) -> CpuLimit | None:
+        """The tightest limit on our own cgroup and on those above it that can be seen; None where there is none."""
+        limits = [
+            limit
+            for mount, inner in self._places()
+            for folder in (mount / inner, *(mount / parent for parent in Path(inner).parents))
+            if ".." not in folder.parts and (limit := _cpu_limit(folder)) is not None
+        ]
+        return min(limits, key=lambda limit: limit.cpus, default=None)
+
     def _candidates(self) -> Iterator[Path]:
+        for mount, inner in self._places():
+            yield mount / inner / "cpu.stat"
+            yield mount / "cpu.stat"
+
+    def _places(self) -> Iterator[tuple[Path, str]]:
         listed = _text(self._proc / "self" / "cgroup") or ""
         for line in listed.splitlines():
             number, _, rest = line.partition(":")
@@ -130,8 +164,7 @@ class OwnCgroup:
             else:
                 continue
             for mount in mounts:
-                yield mount / inner / "cpu.stat"
-                yield mount / "cpu.stat"
+                yield mount, inner
 
 
 def _throttled(cpu_stat: Path) -> float | None:
@@ -141,6 +174,15 @@ def _throttled(cpu_stat: Path) -> float | None:
         if key == "throttled_time":  # version 1
             return value / 1e9
     return None
+
+
+def _cpu_limit(folder: Path) -> CpuLimit | None:
+    words = (_text(folder / "cpu.max") or "").split()  # version 2: "10000 100000", or "max 100000"
+    if not words:
+        words = [(_text(folder / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
+        return None
+    return CpuLimit(int(words[0]) / 1e6, int(words[1]) / 1e6)
 
 
 def _own_use(proc_path: Path) -> tuple[float | None, float | None]:

@@ -112,7 +112,7 @@ class CanaryStream:
     """One stream, from the request to its end.
 
     `tokens` says how many came so far. Whoever cancels `run` may set `cancelled_as` first. `on_tokens` is called after
-    each emitted `StreamTokens`.
+    each emitted `StreamTokens`. `tap` hears the data of each event with the time of its read, before it is judged.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class CanaryStream:
         clock: Callable[[], float],
         timeout_seconds: float,
         on_tokens: Callable[[], None] = lambda: None,
+        tap: Callable[[float, str], None] = lambda _at, _data: None,
     ) -> None:
         self._request = request
         self._target = target
@@ -131,6 +132,7 @@ class CanaryStream:
         self._clock = clock
         self._timeout = timeout_seconds
         self._on_tokens = on_tokens
+        self._tap = tap
         self._counter = TokenCounter(request.tokens, clean=lambda said: _clean(said, request, target))
         self.cancelled_as = Outcome.CANCELLED
 
@@ -213,6 +215,7 @@ class CanaryStream:
             try:
                 for event in decoder.feed(piece):
                     events += 1
+                    self._tap(at, event.data)
                     done = event.data == "[DONE]"
                     if done:
                         break
