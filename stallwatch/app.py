@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict
 from typing import Any
 
 import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
@@ -32,13 +31,16 @@ from stallwatch.settings import Access, Settings
 from stallwatch.sources.blocking import RunBlocking
 from stallwatch.sources.canary import Canary, Gate
 from stallwatch.sources.engine import EngineSource
-from stallwatch.sources.gpu import Gpu
+from stallwatch.sources.gpu import Gpu, GpuStatus
 from stallwatch.sources.host import HostSource, OwnCgroup
 from stallwatch.sources.http import Target
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.nvml import Nvml
 from stallwatch.web import server
+from stallwatch.web.access import guard_for
+from stallwatch.web.reloading import problem_of
 from stallwatch.web.status import status
+from stallwatch.web.tls import certificates_for
 
 log = structlog.get_logger()
 
@@ -259,11 +261,17 @@ async def run(
             hint="set web.port or web.host to an address that is free",
         )
         return 1
+    try:
+        guard, certificates = guard_for(settings.web), certificates_for(settings.web)
+    except (OSError, ValueError) as error:  # they were right when the settings were read
+        log.error("cannot use a file of the listener", error=problem_of(error))  # noqa: TRY400
+        listener.close()
+        return 1
     port = listener.getsockname()[1]
     sidecar = Sidecar(settings, clock=clock)
     log.info("watching", target=str(settings.engine.url), port=port, canary=_described(settings))
     async with (
-        server.serving(server.create_app(sidecar), listener),
+        server.serving(server.create_app(sidecar, guard=guard), listener, certificates=certificates),
         sidecar.tasks() as plan,
         asyncio.TaskGroup() as group,
     ):
@@ -277,6 +285,19 @@ async def run(
         for task in tasks:
             task.cancel()
     return 0
+
+
+def _hardware(seen: GpuStatus) -> Mapping[str, Any]:
+    return {
+        "off": seen.off,
+        "problem": seen.problem,
+        "driver": seen.driver,
+        "scope": seen.scope,
+        "gpus": [{"gpu": gpu, "uuid": uuid, "name": name} for gpu, uuid, name in seen.gpus],
+        "absent": {gpu: dict(figures) for gpu, figures in seen.absent.items()},
+        "lost": list(seen.lost),
+        "hanging_calls": seen.hanging_calls,
+    }
 
 
 def _target(access: Access) -> Target:

@@ -18,6 +18,7 @@ import stallwatch
 if TYPE_CHECKING:
     import argparse
     import asyncio
+    import ssl
 
     from stallwatch import configuration
     from stallwatch.settings import Settings
@@ -237,24 +238,26 @@ def _healthcheck(invocation: Invocation) -> int:
     parser = invocation.parser()
     parser.add_argument("--url", help="where to ask (default: /livez at web.host and web.port)")
     parser.epilog = (
-        "Exits 0 when a running stallwatch answers within 2 seconds, else 1 with one line why. --web.host, --web.port, "
-        "--config and their variables are understood as in `stallwatch run`. A certificate is not verified."
+        "Exits 0 when a running stallwatch answers within 2 seconds, else 1 with one line why. The settings of the "
+        "listener, --config and their variables are understood as in `stallwatch run`. A certificate is not verified. "
+        "Where the listener wants one of its clients, a TLS handshake counts as an answer."
     )
     options, rest = parser.parse_known_args(invocation.arguments)
 
     from stallwatch import configuration
 
-    known = {name: configuration.Setting(name) for name in ("web.host", "web.port")}
+    names = ("web.host", "web.port", "web.tls_cert_file", "web.client_ca_file")
+    known = {name: configuration.Setting(name) for name in names}
     reading = configuration.read(rest, invocation.environ, known, partial=True)
     if reading.faults:
         raise configuration.BadConfiguration(reading.faults)
     given = {name: one.text.strip() for name, one in reading.given.items()}
-    addresses = (
-        [options.url] if options.url else _own_addresses(given.get("web.host", "::"), given.get("web.port", "9709"))
-    )
+    scheme = "https" if "web.tls_cert_file" in given else "http"
+    own = _own_addresses(given.get("web.host", "::"), given.get("web.port", "9709"), scheme)
+    ask = _shake_hands if "web.client_ca_file" in given and not options.url else _ask
     problems = []
-    for address in addresses:
-        problem = _ask(address)
+    for address in [options.url] if options.url else own:
+        problem = ask(address)
         if not problem:
             return OK
         problems.append(f"{configuration.shown(address)}: {configuration.shown(problem)}")
@@ -262,11 +265,11 @@ def _healthcheck(invocation: Invocation) -> int:
     return FAILED
 
 
-def _own_addresses(host: str, port: str) -> list[str]:
+def _own_addresses(host: str, port: str, scheme: str) -> list[str]:
     host = host.strip("[]")
     # A wildcard is asked on loopback; `::` may have fallen back to IPv4.
     hosts = {"::": ["127.0.0.1", "::1"], "0.0.0.0": ["127.0.0.1"]}.get(host, [host])  # noqa: S104 (never bound)
-    return [f"http://{f'[{one}]' if ':' in one else one}:{port}/livez" for one in hosts]
+    return [f"{scheme}://{f'[{one}]' if ':' in one else one}:{port}/livez" for one in hosts]
 
 
 def _ask(address: str) -> str:
@@ -283,11 +286,8 @@ def _ask(address: str) -> str:
         return "not an http:// or https:// address"
     connection: http.client.HTTPConnection
     if url.scheme == "https":
-        import ssl
-
-        # Our own listener, asked by its loopback address, which its certificate does not name.
-        context = ssl._create_unverified_context()  # noqa: S323, SLF001
-        connection = http.client.HTTPSConnection(host, port, timeout=HEALTHCHECK_TIMEOUT_SECONDS, context=context)
+        timeout, context = HEALTHCHECK_TIMEOUT_SECONDS, _trusting_context()
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     else:
         connection = http.client.HTTPConnection(host, port, timeout=HEALTHCHECK_TIMEOUT_SECONDS)
     try:
@@ -296,19 +296,156 @@ def _ask(address: str) -> str:
         if answer.status == 200:
             return ""
         detail = answer.read(200).decode("utf-8", "replace").strip().partition("\n")[0]
-    except TimeoutError:
-        return f"no answer within {HEALTHCHECK_TIMEOUT_SECONDS:g} s"
     except (OSError, http.client.HTTPException, ValueError) as error:
-        strerror = getattr(error, "strerror", None)
-        return str(strerror or error).lower() or type(error).__name__
+        return _unanswered(error)
     finally:
         connection.close()
     return f"HTTP {answer.status}" + (f": {detail}" if detail else "")
 
 
+def _shake_hands(address: str) -> str:
+    """Asks for a TLS handshake, which a loop that is stuck does not do; says what was wrong, or nothing.
+
+    We have no certificate that the listener would take, and a probe should not have one.
+    """
+    import socket
+    from urllib.parse import urlsplit
+
+    try:
+        url = urlsplit(address)
+        with (
+            socket.create_connection((url.hostname or "", url.port or 0), HEALTHCHECK_TIMEOUT_SECONDS) as connection,
+            _trusting_context().wrap_socket(connection),
+        ):
+            return ""
+    except (OSError, ValueError) as error:
+        return _unanswered(error)
+
+
+def _trusting_context() -> "ssl.SSLContext":
+    import ssl
+
+    # Our own listener, asked by its loopback address, which its certificate does not name.
+    return ssl._create_unverified_context()  # noqa: S323, SLF001
+
+
+def _unanswered(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {HEALTHCHECK_TIMEOUT_SECONDS:g} s"
+    strerror = getattr(error, "strerror", None)
+    return str(strerror or error).lower() or type(error).__name__
+
+
+def _hash_password(invocation: Invocation) -> int:
+    parser = invocation.parser()
+    parser.add_argument("user", metavar="USER", help="whom to write in front of the hash")
+    parser.epilog = (
+        "Reads the password from standard input, or asks for it on a terminal, and prints one line for the file of "
+        "web.basic_auth_file: stallwatch hash-password prometheus < password >> users"
+    )
+    user = parser.parse_args(invocation.arguments).user
+
+    from stallwatch.web import credentials
+
+    if problem := credentials.user_problem(user):
+        parser.error(f"USER: {problem}")
+    if sys.stdin.isatty():
+        import getpass
+
+        password = getpass.getpass("Password: ")
+        if getpass.getpass("Again: ") != password:
+            invocation.complain("the two passwords differ")
+            return FAILED
+    else:
+        password = sys.stdin.readline().rstrip("\r\n")
+    if not password:
+        invocation.complain("no password on standard input")
+        return FAILED
+    invocation.write(f"{user}:{credentials.hash_password(password)}\n")
+    return OK
+
+
+def _scenario_options(parser: "argparse.ArgumentParser", *, port: str, default: int) -> None:
+    parser.add_argument("--scenario", action="append", default=[], metavar="NAME", help="what to show; may be repeated")
+    parser.add_argument("--list", action="store_true", help="list the scenarios and end")
+    parser.add_argument(
+        port, type=int, default=default, metavar="PORT", help=f"where vLLM listens (default: {default})"
+    )
+
+
+def _listed_scenarios(invocation: Invocation) -> int:
+    from stallwatch import demo
+
+    for name, sentence in demo.described().items():
+        invocation.write(f"{name:<24}{textwrap.fill(sentence, 76, subsequent_indent=' ' * 24)}\n")
+    return OK
+
+
+def _demo(invocation: Invocation) -> int:
+    parser = invocation.parser()
+    _scenario_options(parser, port="--target-port", default=8000)
+    parser.add_argument("--port", type=int, default=9709, help="where stallwatch listens (default: 9709)")
+    parser.add_argument("--laps", type=int, default=None, help="end after so many rounds (default: never)")
+    options = parser.parse_args(invocation.arguments)
+    if options.list:
+        return _listed_scenarios(invocation)
+
+    import asyncio
+
+    from stallwatch import demo, logs
+
+    try:
+        scenarios = demo.chosen(options.scenario)
+    except KeyError as unknown:
+        parser.error(f"--scenario {unknown.args[0]}: not a scenario; `stallwatch demo --list` shows them")
+    logs.configure("warning", "auto", stream=invocation.stderr)
+    shown = demo.DemoOptions(scenarios, options.target_port, options.port, options.laps)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            return runner.run(demo.run(shown, out=invocation.stdout))
+        except* demo.PortTakenError as taken:
+            invocation.complain(str(taken.exceptions[0]))
+    return FAILED
+
+
+def _simulate(invocation: Invocation) -> int:
+    parser = invocation.parser()
+    _scenario_options(parser, port="--port", default=8000)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--speed", type=float, default=1.0, help="simulated seconds in a second (default: 1)")
+    options = parser.parse_args(invocation.arguments)
+    if options.list:
+        return _listed_scenarios(invocation)
+    if not options.speed > 0:
+        parser.error(f"--speed {options.speed:g}: must be above 0")
+
+    import asyncio
+
+    from stallwatch import demo
+
+    try:
+        scenarios = demo.chosen(options.scenario)
+    except KeyError as unknown:
+        parser.error(f"--scenario {unknown.args[0]}: not a scenario; `stallwatch simulate --list` shows them")
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            runner.run(
+                demo.simulate(
+                    scenarios, host=options.host, port=options.port, speed=options.speed, out=invocation.stdout
+                )
+            )
+        except demo.PortTakenError as taken:
+            invocation.complain(str(taken))
+            return FAILED
+    return OK
+
+
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": Command("Watch one vLLM server, export metrics, record stalls.", _run),
+    "demo": Command("Show what stallwatch does, beside a simulated vLLM.", _demo),
+    "simulate": Command("Serve a simulated vLLM: scenarios with a known truth.", _simulate),
     "healthcheck": Command("Ask a running stallwatch whether it is alive.", _healthcheck),
+    "hash-password": Command("Hash a password for web.basic_auth_file.", _hash_password),
     "metrics": Command("Print the reference of every exported metric.", _metrics),
     "version": Command("Print the version.", _version),
 }

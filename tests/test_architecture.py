@@ -69,6 +69,8 @@ def test_every_room_is_known() -> None:
         "__main__",
         "app",
         "cli",
+        "demo",
+        "commands",
         "configuration",
         "logs",
         "experiment",

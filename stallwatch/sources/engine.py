@@ -238,6 +238,7 @@ class EngineSource:
                 target.url(path),
                 headers={**_HEADERS, **target.key.headers()},
                 allow_redirects=False,
+                ssl=target.tls(),
                 server_hostname=target.server_name,
             ) as response:
                 if error := refusal(response.status, _status_hint(response.status)):
