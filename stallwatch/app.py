@@ -102,7 +102,7 @@ class Sidecar:
         """What `/api/v1/status` says now."""
         now = self._clock()
         return status(
-            self.monitor.findings(now), self.health, self.settings, now=now, hardware=asdict(self.gpu.status())
+            self.monitor.findings(now), self.health, self.settings, now=now, hardware=_hardware(self.gpu.status())
         )
 
     def alive(self) -> bool:
@@ -143,6 +143,8 @@ class Sidecar:
                 plan["gpu"] = self._gpus()
             if settings.host.enabled:
                 plan["host"] = self._host(stack)
+            for coroutine in plan.values():
+                stack.callback(coroutine.close)  # for those that nobody starts
             yield plan
 
     async def _engine(self, stack: AsyncExitStack) -> Task:

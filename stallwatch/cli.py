@@ -403,8 +403,8 @@ def _demo(invocation: Invocation) -> int:
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(demo.run(shown, out=invocation.stdout))
-        except* demo.PortTakenError as taken:
-            invocation.complain(str(taken.exceptions[0]))
+        except demo.PortTakenError as taken:
+            invocation.complain(str(taken))
     return FAILED
 
 

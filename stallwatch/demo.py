@@ -118,12 +118,16 @@ async def run(options: DemoOptions, *, out: TextIO) -> int:
         raise PortTakenError(_taken(options.web_port, "--port", error)) from error
     driver = _Driver()
     sidecar = Sidecar(settings, nvml=driver)
-    async with server.serving(server.create_app(sidecar), listener), asyncio.TaskGroup() as group:
-        work = group.create_task(_laps(options, sidecar, driver, listener.getsockname()[1], out=out))
-        stopped = group.create_task(stop.wait())
+    port = listener.getsockname()[1]
+    async with server.serving(server.create_app(sidecar), listener):
+        work = asyncio.create_task(_laps(options, sidecar, driver, port, out=out), name="laps")
+        stopped = asyncio.create_task(stop.wait(), name="interrupt")
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        work.cancel()
-        stopped.cancel()
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.wait([work, stopped])
+    if not work.cancelled():
+        work.result()
     out.write("\n")
     return 0
 
