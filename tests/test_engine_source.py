@@ -430,7 +430,7 @@ def test_the_table_names_fields_that_exist() -> None:
     fields = set(EngineCounters.__dataclass_fields__) - {"plugin"}
 
     assert {row.field for row in families.ROWS} == fields
-    assert {row.field for row in families.rows_of(Lane.DETECTION)} == set(lanes._SIGNALS)
+    assert {row.field for row in families.rows_of(Lane.DETECTION)} == {*lanes._SIGNALS, "itl_sum"}
     assert families.rows_of(Lane.FULL) == families.ROWS
 
 
@@ -448,7 +448,7 @@ def test_lanes_of_an_idle_server() -> None:
     # The first sample of all counts as movement, so the estimator's names come at once; then they rest.
     assert [at for at, lane in asked if lane is Lane.ESTIMATOR][:4] == [0.25, 2.25, 4.25, 6.25]
     assert len(asked) == 124
-    assert {names for _, lane, names in vllm.asked if lane is Lane.DETECTION} == {7}
+    assert {names for _, lane, names in vllm.asked if lane is Lane.DETECTION} == {8}
     assert [sample.lane for sample in watch.samples] == [lane for _, lane in asked]
     assert not watch.failures
     assert watch.source.filter_works is True
@@ -473,7 +473,7 @@ def test_a_sample_carries_only_what_its_lane_asked_for() -> None:
 
     detection = next(sample for sample in samples if sample.lane is Lane.DETECTION)
     assert detection.engines["0"] == EngineCounters(
-        running=0, waiting=0, kv_usage=0, prefix_queries=0, iterations=0, generation_tokens=0, itl_count=0
+        running=0, waiting=0, kv_usage=0, prefix_queries=0, iterations=0, generation_tokens=0, itl_count=0, itl_sum=0
     )
     assert detection.missing == frozenset()
     assert "waiting_capacity" in samples[0].missing

@@ -113,3 +113,14 @@ def test_speculative_decoding_gives_several_tokens_a_sample() -> None:
 
     assert interval is not None
     assert interval.tokens_per_sample == 3.0
+
+
+def test_the_mean_covers_the_time_since_the_counters_were_last_read() -> None:
+    """When a smaller scrape lay between, the samples are those of both intervals."""
+    watch = StepWatch()
+    scrape(watch, 1.0, running=1, itl_count=10, itl_sum=1.0)
+    scrape(watch, 1.25, running=1)
+    interval = scrape(watch, 1.5, running=1, itl_count=11, itl_sum=1.4)
+
+    assert interval is not None
+    assert (interval.since, interval.itl_since) == (1.25, 1.0)

@@ -31,20 +31,24 @@ The rules, each with its reason, and what is known to be missed:
   rejected by the cache's growth, which remains.
 * Prompts that ask for prompt log-probabilities skip the prefix cache and are seen only when they end. The share of
   such tokens decides `trusted`.
-* Speculative decoding: decode work is the drafted tokens too, where their count is known.
+* Speculative decoding: drafts that are rejected fill steps and leave no trace, so the budget is learned without them
+  and the estimate leans on the cache's growth.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import Final
 
 from stallwatch.observations import CacheFacts, EngineCounters
 
 _SAMPLES: Final = 31
-"""Intervals that the step budget and the step times are learned from: minutes of mixed steps, so that a median holds."""
+"""Intervals that the step budget and the step times are learned from."""
 _PRESSURE: Final = 0.9
 """KV usage above which a missing prompt may be waiting for memory rather than aborted."""
+_MEMORY: Final = 1e6
+"""Booked tokens after which older ones count half in judging whether to trust."""
 _UNSEEN_SHARE: Final = 0.1
 """Share of booked tokens that nothing announced, above which the announcements are not believed."""
 
@@ -113,6 +117,10 @@ class _Moves:
         return min(self.queries, self.hits, self.compute, self.firsts, self.finished, self.steps, self.itl) < 0
 
     @property
+    def idle(self) -> bool:
+        return self.running == 0 and self.waiting == 0
+
+    @property
     def motionless(self) -> bool:
         """No step ended."""
         return self.still and self.kv == 0 and self.steps == 0
@@ -121,6 +129,36 @@ class _Moves:
     def still(self) -> bool:
         """No request was admitted, got its first token or finished."""
         return not (self.queries or self.hits or self.compute or self.firsts or self.finished)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """One interval with what is known about it; tokens."""
+
+    seen: _Moves
+    block: float
+    budget: float | None
+    growth: float
+    open: float  # at the interval's start
+    done: float  # of the open
+    lost: float  # decoders that left unbooked
+    murky: bool  # the cache's growth is no measure of the work
+    earlier: float = 0.0  # computed for a prompt that is gone, counted apart
+
+    @property
+    def left(self) -> float:
+        """Uncomputed at the start."""
+        return self.open - self.done
+
+    @property
+    def room(self) -> float:
+        """The most that can have been computed."""
+        return self.left + self.seen.admitted
+
+    @property
+    def low(self) -> float:
+        """The least: the rest of the prompts that ended."""
+        return max(0.0, self.seen.compute - self.done)
 
 
 @dataclass(slots=True)
@@ -276,11 +314,8 @@ class BalanceEstimator:
             return
         # Everything ever admitted minus everything ever booked is what is open now, plus what aborts left in the past:
         # the latter goes as soon as every running request is seen to decode.
-        assert first.prefix_queries is not None
-        assert first.prefix_hits is not None
-        assert first.prompt_local_compute is not None
-        admitted = first.prefix_queries - first.prefix_hits - (first.external_hits or 0.0)
-        self._open = max(0.0, admitted - first.prompt_local_compute)
+        admitted = (first.prefix_queries or 0.0) - (first.prefix_hits or 0.0) - (first.external_hits or 0.0)
+        self._open = max(0.0, admitted - (first.prompt_local_compute or 0.0))
         self._inherited = self._open > 0
 
     @property
@@ -289,114 +324,104 @@ class BalanceEstimator:
         return None if abs(self._lead_votes) < 2 else self._lead_votes > 0
 
     def _judge(self, seen: _Moves, block: float) -> BalanceInterval:
-        was_open, was_done, had = self._open, self._done, self._decoders
-        left = was_open - was_done
-        budget = self._budgets.typical
-        growth = _growth(seen, block)
-        decoders, certain = _decoders(seen, had)
-        prefilling = None if decoders is None else max(0.0, seen.running - decoders)
+        decoders, certain = _decoders(seen, self._decoders)
+        prefilling = max(0.0, seen.running - decoders) if decoders is not None else None
         self._order(seen, prefilling if certain else None)
-        # Decoders that left without being booked took their blocks along: growth is then a lower bound only.
-        lost = (
-            max(0.0, had + seen.firsts - seen.finished - decoders)
-            if had is not None and decoders is not None and certain
-            else 0.0
+        case = _Case(
+            seen=seen,
+            block=block,
+            budget=self._budgets.typical,
+            growth=_growth(seen, block),
+            open=self._open,
+            done=self._done,
+            lost=_lost(seen, self._decoders, decoders) if certain else 0.0,
+            murky=self._parked or (seen.usage >= _PRESSURE and self.lead is not True),
         )
-        self._vote(seen, left + seen.admitted, budget, block, prefilling if certain else None)
-        low = max(0.0, seen.compute - was_done)
-        aborted = earlier = 0.0
-        # A newcomer is admitted only when the open prompt leaves budget: it has ended, or it is gone.
-        if (
-            seen.queries > 0
-            and seen.compute + 0.5 < was_open
-            and self._serial
-            and not self._overlap
-            and not self._inherited
-            and (self.lead is False or (budget is not None and left > (seen.steps + 1) * budget))
-        ):
-            earlier = self._chunk(seen, budget, growth, lost, left)
-            self._ghost = was_done + earlier
-            aborted = left - earlier
-            was_open = was_done = left = 0.0
-            low = seen.compute
-        room = left + seen.admitted
-        now_open = was_open + seen.admitted - seen.compute
-        was_parked, self._parked = self._parked, False
-        residual: float | None = None
-        if now_open <= 0.5:
-            # No prompt is open, so all of them were computed to the end: exact, up to what was open before we looked.
-            prefill = seen.compute - was_done
-            if self._inherited:
-                prefill = min(max(0.0, growth), max(0.0, prefill))
-            if now_open < -0.5:
-                prefill -= self._ghost
-                if self._ghost > 0:  # it was not aborted: two were unbooked because admission leads
-                    self._lead_votes = min(self._lead_votes + 2, 20)
-                self._unseen += -now_open
-            self._ghost = 0.0
-            residual = growth - prefill if not (seen.firsts or seen.finished) else 0.0
-            now_open = done = 0.0
-        elif seen.running == 0 and seen.waiting == 0:
-            prefill = self._of_aborted(seen, room, was_open, budget, growth, lost)
-            self._ghost = was_done + prefill
-            aborted, now_open, done = aborted + max(0.0, room - prefill), 0.0, 0.0
-        elif prefilling == 0 and seen.waiting > 0 and (seen.usage >= _PRESSURE or was_parked):
-            self._parked = True
-            prefill = min(max(0.0, growth, low), room)
-            done = 0.0
-        elif prefilling == 0 and (certain or self._overdue(seen, room, left, budget, block)):
-            prefill = self._of_aborted(seen, room, was_open, budget, growth, lost)
-            self._ghost = was_done + prefill
-            aborted, now_open, done = aborted + max(0.0, room - prefill), 0.0, 0.0
+        self._vote(case, prefilling if certain else None)
+        earlier = aborted = 0.0
+        if self._superseded(case):
+            earlier = self._chunk(case, case.left)
+            aborted = case.left - earlier
+            self._ghost = case.done + earlier
+            case = replace(case, open=0.0, done=0.0, earlier=earlier, murky=True)
+        now_open = case.open + seen.admitted - seen.compute
+        done, residual, parked = 0.0, None, False
+        if now_open < 1:
+            prefill = self._ended(case, unannounced=max(0.0, -now_open))
+            residual = case.growth - prefill if not (seen.firsts or seen.finished) else 0.0
+            now_open = 0.0
+        elif prefilling == 0 and seen.waiting > 0 and (seen.usage >= _PRESSURE or self._parked):
+            parked = True
+            prefill = min(max(case.growth, case.low), case.room)
+        elif seen.idle or (prefilling == 0 and (certain or self._overdue(case))):
+            prefill = self._of_aborted(case)
+            self._ghost = case.done + prefill
+            aborted += max(0.0, case.room - prefill)
+            now_open = 0.0
         else:
-            prefill = self._of_open(
-                seen,
-                room,
-                left + earlier,
-                budget,
-                growth,
-                block,
-                low=low,
-                lost=lost,
-                earlier=earlier,
-                murky=lost > 0 or earlier > 0 or was_parked or (seen.usage >= _PRESSURE and self.lead is not True),
-            )
-            done = min(max(0.0, was_done + prefill - seen.compute), now_open)
-        prefill = max(0.0, prefill)
-        self._booked += seen.compute
-        if self._booked > 1e6:
-            self._booked, self._unseen = self._booked / 2, self._unseen / 2
-        if now_open <= 0:
-            self._inherited = False
-        pending = left
-        self._open, self._done = now_open, done
+            prefill = self._of_open(case)
+            done = min(max(0.0, case.done + prefill - seen.compute), now_open)
+        self._learn(case, now_open, disturbed=aborted > 0 or case.lost > 0 or self._parked)
+        self._open, self._done, self._parked = now_open, done, parked
+        self._inherited = self._inherited and now_open > 0
         self._decoders = 0.0 if seen.running == 0 else decoders
-        self._learn(seen, pending, growth, block, disturbed=aborted > 0 or lost > 0 or was_parked)
         prefill += earlier
         return BalanceInterval(
             prefill_tokens=prefill,
-            completed_tokens=self._completed(seen, prefill, room, budget),
+            completed_tokens=self._completed(case, prefill),
             residual_tokens=residual,
             backlog_tokens=now_open - done,
             open_tokens=now_open,
-            step_budget=budget,
+            step_budget=case.budget,
             largest_admission=max(0.0, seen.admitted),
             aborted_tokens=aborted,
-            parked=self._parked,
+            parked=parked,
             lead=self.lead,
             trusted=self._unseen <= max(_UNSEEN_SHARE * self._booked, 4 * block),
         )
 
-    def _completed(self, seen: _Moves, prefill: float, room: float, budget: float | None) -> float:
+    def _ended(self, case: _Case, *, unannounced: float) -> float:
+        """No prompt is open, so all were computed to the end: exact, but for what was done before we looked."""
+        prefill = case.seen.compute - case.done
+        if self._inherited:
+            prefill = min(case.growth, prefill)
+        if unannounced:
+            prefill -= self._ghost
+            if self._ghost > 0:  # it had not been aborted: two prompts were unbooked because admission leads
+                self._lead_votes = min(self._lead_votes + 2, 20)
+        self._ghost = 0.0
+        self._booked += case.seen.compute
+        self._unseen += unannounced
+        if self._booked > _MEMORY:
+            self._booked, self._unseen = self._booked / 2, self._unseen / 2
+        return max(0.0, prefill)
+
+    def _completed(self, case: _Case, prefill: float) -> float:
         """Moves the chunk in flight from the interval that scheduled it to the one in which its step ends."""
-        before = self._in_flight
-        self._in_flight = 0.0
-        if self.lead and self._open > 0 and budget is not None:
-            chunk = max(1.0, budget - (seen.decodes / seen.steps if seen.steps else 0.0))
-            if self._open - self._done < 1:
-                chunk = min(chunk, room % chunk or chunk) if room else before
+        before, self._in_flight = self._in_flight, 0.0
+        if self.lead and self._open > 0 and case.budget is not None:
+            chunk = max(1.0, case.budget - (case.seen.decodes / case.seen.steps if case.seen.steps else 0.0))
+            if self._open - self._done < 1:  # the last chunk is in flight: what full chunks leave of the prompt
+                chunk = min(chunk, case.room % chunk or chunk) if case.room else before
             self._in_flight = min(chunk, prefill + before)
         return max(0.0, prefill + before - self._in_flight)
+
+    def _superseded(self, case: _Case) -> bool:
+        """Whether the open prompt is gone because a newcomer took its place.
+
+        Where prompts are computed one after the other, a newcomer is
+        admitted only when the open one leaves budget: it has ended, which is
+        booked, or it was aborted. With admission leading its last chunk may
+        be in flight; then only a prompt too long for that is surely gone.
+        """
+        if self._overlap or self._inherited or case.seen.queries <= 0 or case.seen.compute + 1 > case.open:
+            return False
+        # Its blocks are gone too: nothing else that may have left took as many.
+        if case.done >= 4 * case.block and case.growth < -case.done / 2 and not case.lost and not case.murky:
+            return True
+        if not self._serial:
+            return False
+        return self.lead is False or (case.budget is not None and case.left > (case.seen.steps + 1) * case.budget)
 
     def _order(self, seen: _Moves, prefilling: float | None) -> None:
         """Whether prompts are computed one after the other: the default, unless a threshold caps each one's share."""
@@ -414,98 +439,78 @@ class BalanceEstimator:
         ):
             self._serial = True
 
-    def _vote(self, seen: _Moves, room: float, budget: float | None, block: float, prefilling: float | None) -> None:
+    def _vote(self, case: _Case, prefilling: float | None) -> None:
         """A prompt that the interval's steps could finish is booked in it, unless admission leads by one step."""
-        if (
-            seen.steps == 0
-            or not self._decoders
-            or seen.itl < seen.steps
-            or self._inherited
-            or self._overlap
-            or self._parked
-        ):
+        seen = case.seen
+        if not self._decoders or not 0 < seen.steps <= seen.itl:
             return
-        pending = self._open > self._done
-        if budget is None:
-            fits = 0.0 if pending else block  # at least that much is in any step
-        else:
-            fits = 0.9 * ((seen.steps if pending else 1) * budget - seen.decodes / (1 if pending else seen.steps))
-        if not 0 < room <= fits:
+        if self._inherited or self._overlap or self._parked or seen.usage >= _PRESSURE:
             return
-        if seen.compute == 0 and prefilling is not None and prefilling >= 1 and seen.usage < _PRESSURE:
+        steps = seen.steps if case.left > 0 else 1.0
+        fits = 0.9 * (steps * case.budget - seen.decodes * steps / seen.steps) if case.budget is not None else 0.0
+        if case.left <= 0:
+            fits = max(fits, case.block)  # at least that much goes into any step
+        if not 0 < case.room <= fits:
+            return
+        if seen.compute == 0 and prefilling is not None and prefilling >= 1:
+            if case.growth > case.room + 2 * case.block:
+                return  # more was computed than was thought to be left: it is our count that is behind
             self._lead_votes = min(self._lead_votes + 2, 20)
-        elif 0 < seen.admitted == seen.compute - self._open:
+        elif 0 < seen.admitted == seen.compute - case.open:
             # Had admission led, a poll between the two would have shown it once in as many times as there were steps.
             self._lead_votes = max(self._lead_votes - 1 / seen.steps, -20)
 
-    def _chunk(self, seen: _Moves, budget: float | None, growth: float, lost: float, left: float) -> float:
-        """What was computed for an aborted prompt: the step in flight, or as many as were slow."""
-        if budget is None:
-            return min(max(0.0, growth), left)
-        steps = self._slow_steps(seen)
-        decodes = (seen.decodes + lost) * (min(1.0, steps / seen.steps) if seen.steps else 1.0)
-        return min(left, max(0.0, steps * budget - decodes))
+    def _chunk(self, case: _Case, left: float) -> float:
+        """What was computed of an aborted prompt: the step in flight, or as many as were slow."""
+        if case.budget is None:
+            return min(max(0.0, case.growth), left)
+        steps = self._slow_steps(case.seen)
+        decodes = (case.seen.decodes + case.lost) * (min(1.0, steps / case.seen.steps) if case.seen.steps else 1.0)
+        return min(left, max(0.0, steps * case.budget - decodes))
 
-    def _of_aborted(
-        self, seen: _Moves, room: float, was_open: float, budget: float | None, growth: float, lost: float
-    ) -> float:
-        low = max(0.0, seen.compute - (self._done if was_open else 0.0))
-        if seen.compute < was_open:  # the oldest prompt is the aborted one: those that ended came after it
-            left = was_open - self._done
-            return min(room, self._chunk(seen, budget, growth, lost, left) + seen.compute)
-        return min(room, max(self._chunk(seen, budget, growth, lost, room), low))
+    def _of_aborted(self, case: _Case) -> float:
+        """No prompt is open any more and not all were booked."""
+        if case.seen.compute < case.open:  # the oldest is the aborted one: those that were booked came after it
+            return min(case.room, self._chunk(case, case.left) + case.seen.compute)
+        return min(case.room, max(self._chunk(case, case.room), case.low))
 
-    def _of_open(
-        self,
-        seen: _Moves,
-        room: float,
-        left: float,
-        budget: float | None,
-        growth: float,
-        block: float,
-        *,
-        low: float,
-        lost: float,
-        earlier: float,
-        murky: bool,
-    ) -> float:
-        low = max(0.0, low)
-        high = max(low, room if self.lead else room - 1)
+    def _of_open(self, case: _Case) -> float:
+        """A prompt is open and in work: every step since it was admitted was full."""
+        seen, budget = case.seen, case.budget
+        high = max(case.low, case.room if self.lead else case.room - 1)
+        grown = min(max(case.growth - case.earlier, case.low), high)
         if budget is None or self._overlap:
-            return min(max(growth - earlier, low), high)
-        tolerance = block * (2 + seen.finished + seen.firsts) + seen.hits
-        pending = left > 0
-        counted = bool(self._decoders) and seen.itl >= seen.steps > 0
-        steps = seen.steps
+            return grown
+        pending = case.left + case.earlier > 0
+        decodes = seen.decodes + case.lost
+        steps, counted = seen.steps, bool(self._decoders) and seen.itl >= seen.steps > 0
         if not counted and pending and seen.firsts and seen.steps and not self.lead:
             # Without decoders the steps before the open prompt's last one were silent, and their number is known.
-            silent = -(-left // budget) - 1
-            steps += silent
+            steps += -(-(case.left + case.earlier) // budget) - 1
             counted = True
-        least, most = 0.0, float("inf")
-        if counted:
-            most = steps
-            least = steps if pending else (1.0 if seen.admitted > 0 else 0.0)
-        decodes = seen.decodes + lost
-        if least == most:
-            count = most
-        elif lost:
-            count = min(max(least, self._slow_steps(seen)), most)
-        elif pending or not steps:
-            count = min(max(least, round((growth + decodes) / budget)), most)
+        most = steps if counted else inf
+        least = most if counted and pending else float(counted and seen.admitted > 0)
+        per_step = 0.0 if pending or not steps else decodes / steps
+        if case.lost:
+            count = self._slow_steps(seen)
+        elif per_step:
+            count = round(case.growth / (budget - per_step)) if budget > per_step else 0
         else:
-            each = budget - decodes / steps
-            count = min(max(least, round(growth / each)), most) if each > 0 else least
-        full = count * budget - decodes * (1.0 if pending or not steps else min(1.0, count / steps))
-        if (murky and most < float("inf")) or abs(growth - full) <= tolerance:
-            return min(max(full - earlier, low), high)
-        return min(max(growth, low), high)
+            count = round((case.growth + decodes) / budget)
+        count = min(max(least, count), most)
+        full = count * budget - (min(decodes, count * per_step) if per_step else decodes)
+        # Rounding to blocks: of the chunk, of the decodes, and of each prompt that began or ended.
+        tolerance = case.block * (2 + seen.finished + seen.firsts) + seen.hits
+        if (counted and (case.murky or case.lost)) or abs(case.growth - full) <= tolerance:
+            return min(max(full - case.earlier, case.low), high)
+        return grown
 
-    def _overdue(self, seen: _Moves, room: float, left: float, budget: float | None, block: float) -> bool:
+    def _overdue(self, case: _Case) -> bool:
         """The steps of the interval would have finished every open prompt, and one is still open."""
-        if budget is None or (left <= 0 and self._decoders != 0):
+        if case.budget is None or (case.left <= 0 and self._decoders != 0):
             return False
-        return (seen.steps - (1 if self.lead else 0)) * budget - seen.decodes > room + block
+        steps = case.seen.steps - (1 if self.lead else 0)
+        return steps * case.budget - case.seen.decodes > case.room + case.block
 
     def _slow_steps(self, seen: _Moves) -> float:
         """Steps of the interval that were as long as those that carry prefill, at least one."""
@@ -515,25 +520,29 @@ class BalanceEstimator:
             return float(min(max(1.0, round((mean - light) / (heavy - light) * seen.steps)), seen.steps))
         return 1.0
 
-    def _learn(self, seen: _Moves, pending: float, growth: float, block: float, *, disturbed: bool) -> None:
+    def _learn(self, case: _Case, now_open: float, *, disturbed: bool) -> None:
+        seen = case.seen
         mean = seen.itl_seconds / seen.itl if seen.itl and seen.itl_seconds is not None else None
-        if mean is not None and self._open <= 0 and pending <= 0 and not seen.admitted:
+        if mean is not None and now_open <= 0 and case.left <= 0 and not seen.admitted:
             self._light.add(mean)
         # A step that outlasts a poll is alone in the interval that it ends in, though it emits nothing to count it by.
-        alone, self._motionless = self._motionless, seen.motionless and self._open > 0
-        if disturbed or self._open <= 0 or growth <= block or seen.hits or seen.usage >= _PRESSURE:
+        alone, self._motionless = self._motionless, seen.motionless and now_open > 0
+        if disturbed or now_open <= 0 or seen.hits or seen.usage >= _PRESSURE or case.growth <= case.block:
             return
         if alone and seen.still and seen.steps == 0 and not self._overlap:
-            self._budgets.add(growth, near=block)
-        if (
-            pending > 0
-            and self._decoders
-            and seen.itl >= seen.steps > 0
-            and (seen.still or seen.firsts + seen.finished < seen.steps)
-        ):
-            self._budgets.add((growth + seen.decodes) / seen.steps, near=block)
+            self._budgets.add(case.growth, near=case.block)
+        few = seen.still or seen.firsts + seen.finished < seen.steps  # whose rounding would blur the sum
+        if case.left > 0 and self._decoders and seen.itl >= seen.steps > 0 and few:
+            self._budgets.add((case.growth + seen.decodes) / seen.steps, near=case.block)
             if mean is not None:
                 self._heavy.add(mean)
+
+
+def _lost(seen: _Moves, before: float | None, after: float | None) -> float:
+    """Decoders that left without being booked. They took their blocks along: growth is then a lower bound."""
+    if before is None or after is None:
+        return 0.0
+    return max(0.0, before + seen.firsts - seen.finished - after)
 
 
 def _growth(seen: _Moves, block: float) -> float:

@@ -14,7 +14,8 @@ alpha and beta are properties of the model on its GPUs. They are learned here fr
 
 Limits: recompute after a preemption is scheduled work like any prefill and cannot be told from it. A decode whose
 request was aborted, or had already stopped under async scheduling, is work without an output: it looks like a prompt of
-one token in one chunk, and such are left out. Models that vLLM has no formula for leave the counter at 0: unknown.
+one token in one chunk. Such are left out where they stand alone; beside a real prompt they add a token each. Models
+that vLLM has no formula for leave the counter at 0: unknown.
 """
 
 from collections import deque
@@ -68,6 +69,7 @@ class MfuEstimator:
         self._candidates: set[int] | None = None
         self._agreed = 0
         self._start: _Point | None = None
+        self._stretches: deque[tuple[_Point, _Point]] = deque(maxlen=16)
         self._settled: float | None = None
 
     @property
@@ -122,7 +124,9 @@ class MfuEstimator:
         lowest = min(self._lowest)
         if self._lowest.count(lowest) >= _AGREE and lowest != self._per_decode:
             self._per_decode = int(lowest)
-            self._candidates, self._alpha, self._start = None, None, None
+            self._candidates, self._alpha, self._agreed = None, None, 0
+            for start, end in self._stretches:
+                self._narrow(start, end, self._per_decode)
 
     def _learn_alpha(self, first: _Point, last: _Point) -> None:
         """A stretch runs from one moment without an open prompt to the next."""
@@ -134,8 +138,10 @@ class MfuEstimator:
         balanced = last.unbooked == self._settled
         if not last.idle and (last.unbooked is None or not balanced):
             return
-        if balanced and last.firsts > start.firsts and last.preemptions == start.preemptions and self._per_decode:
-            self._narrow(start, last, self._per_decode)
+        if balanced and last.firsts > start.firsts and last.preemptions == start.preemptions:
+            self._stretches.append((start, last))
+            if self._per_decode is not None:
+                self._narrow(start, last, self._per_decode)
         self._start, self._settled = last, last.unbooked
 
     def _narrow(self, start: _Point, last: _Point, per_decode: int) -> None:

@@ -21,7 +21,8 @@ class StepInterval:
     until: float
     moved: bool  # at least one step ended
     steps: float | None  # steps that produced output
-    mean_itl: float | None  # seconds, over the samples booked in the interval
+    mean_itl: float | None  # seconds, over the samples booked since `itl_since`
+    itl_since: float  # the reading before that had ITL counters; `since`, unless a smaller scrape lay between
     tokens_per_sample: float | None  # tokens that one decoder got in one step
     silence: float  # seconds known to be without the end of a step, up to `until`; 0 when one ended
 
@@ -38,12 +39,12 @@ class StepWatch:
     _without_output: int = 0  # successive intervals that moved without a token
     _last: EngineCounters | None = None
     _growth: Growth = field(default_factory=Growth)
-    _samples: tuple[float, float] | None = None  # (itl_count, itl_sum) of the last scrape that had both
+    _samples: tuple[float, float, float] | None = None  # time, itl_count and itl_sum of the last scrape with both
 
     def scraped(self, counters: EngineCounters, sent_at: float, at: float) -> StepInterval | None:
         """Takes a scrape; None for the first one, after which nothing can be compared yet."""
         before, since = self._last, self.read_at
-        mean = self._mean_itl(counters)
+        itl_since, mean = self._mean_itl(counters, at)
         left, joined = self._growth.of(counters, "finished_count"), self._growth.of(counters, "first_tokens")
         self._last = counters
         self.running = counters.running
@@ -65,6 +66,7 @@ class StepWatch:
             moved=moved,
             steps=steps,
             mean_itl=mean,
+            itl_since=since if itl_since is None else itl_since,
             tokens_per_sample=max(1.0, (generated - (joined or 0.0)) / samples) if generated and samples else None,
             silence=self.age(),
         )
@@ -83,14 +85,15 @@ class StepWatch:
             return 0.0
         return max(0.0, self._asked_at - self.progressed_at)
 
-    def _mean_itl(self, counters: EngineCounters) -> float | None:
+    def _mean_itl(self, counters: EngineCounters, at: float) -> tuple[float | None, float | None]:
+        """The time since which, and the mean of the samples booked since then."""
         if counters.itl_count is None or counters.itl_sum is None:
-            return None
-        previous, self._samples = self._samples, (counters.itl_count, counters.itl_sum)
+            return None, None
+        previous, self._samples = self._samples, (at, counters.itl_count, counters.itl_sum)
         if previous is None:
-            return None
-        count, seconds = counters.itl_count - previous[0], counters.itl_sum - previous[1]
-        return seconds / count if count > 0 and seconds >= 0 else None
+            return None, None
+        count, seconds = counters.itl_count - previous[1], counters.itl_sum - previous[2]
+        return previous[0], seconds / count if count > 0 and seconds >= 0 else None
 
     def _count_decoders(self, before: EngineCounters, after: EngineCounters, left: float, joined: float) -> None:
         steps = delta(before.iterations, after.iterations)

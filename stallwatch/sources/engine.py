@@ -136,6 +136,15 @@ class EngineSource:
             await self._tell_facts(sample, reading)
         return sample
 
+    async def ask(self, lane: Lane) -> EngineSample:
+        """One scrape of this lane, now, after a first `poll`: for whoever measures what lanes cost.
+
+        Raises `SourceError`.
+        """
+        sample, _ = await self._scrape(lane)
+        self._learn(sample)
+        return sample
+
     async def _turn(self) -> Lane:
         now = self._clock()
         at, lane = lanes.due(self.plan, self._sent, now, moving=self._moving)

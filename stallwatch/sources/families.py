@@ -108,7 +108,7 @@ ROWS: Final = (
     _row("external_queries", _E, Alias("vllm:external_prefix_cache_queries_total", since="0.11.1")),
     _row("external_hits", _E, Alias("vllm:external_prefix_cache_hits_total", since="0.11.1")),
     _row("iteration_tokens", _E, "vllm:iteration_tokens_total_sum"),
-    _row("itl_sum", _E, *_itl("_sum")),
+    _row("itl_sum", _D, *_itl("_sum")),  # of a family that is collected for its count anyway
     _row("itl_buckets", _E, *_itl("_bucket"), buckets=True),
     _row("preemptions", _E, "vllm:num_preemptions_total"),
     _row("first_tokens", _E, _TTFT + "_count"),
