@@ -72,7 +72,7 @@ def process(arguments: Sequence[str], log: Path, environ: Mapping[str, str] | No
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(environ or {})},
-            start_new_session=True,
+            process_group=0,
         )
     try:
         yield Process(popen, log)
