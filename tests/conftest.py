@@ -1,0 +1,29 @@
+"""Options of the test run."""
+
+from collections.abc import Generator
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds our options."""
+    parser.addoption("--forbid-skips", action="store_true", help="a test that skips itself fails")
+    parser.addoption("--update-golden", action="store_true", help="writes golden files anew instead of comparing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turns a skip into a failure where nothing may be skipped: a gate that skips silently gates nothing."""
+    report = yield
+    if report.skipped and item.config.getoption("--forbid-skips") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which is forbidden here: {call.excinfo.value if call.excinfo else ''}"
+    return report
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be written anew."""
+    return bool(request.config.getoption("--update-golden"))
