@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -642,11 +642,32 @@ def _file_faults(settings: "Settings", given: Mapping[str, Given]) -> Iterator[F
             problem = None if path is None else check(path)
             if problem is not None:
                 yield _file_fault(f"{room}.{name}", given, *problem)
+    yield from _web_file_faults(settings, given)
     directory, pause = settings.recorder.directory, settings.canary.pause_file
     if directory is not None and _is(directory, "file"):
         yield _file_fault("recorder.directory", given, "is a file", "give a directory; it is made when missing")
     if pause is not None and _is(pause, "directory"):
         yield _file_fault("canary.pause_file", given, "is a directory", "give the path of a file, which need not exist")
+
+
+def _web_file_faults(settings: "Settings", given: Mapping[str, Given]) -> Iterator[Fault]:
+    web, faulty = settings.web, False
+    for name, check in (
+        ("tls_cert_file", _certificate_problem),
+        ("tls_key_file", _private_key_problem),
+        ("client_ca_file", _ca_file_problem),
+        ("bearer_token_file", _tokens_problem),
+        ("basic_auth_file", _users_problem),
+    ):
+        path: Path | None = getattr(web, name)
+        problem = None if path is None else check(path)
+        if problem is not None:
+            faulty = faulty or name.startswith("tls")
+            yield _file_fault(f"web.{name}", given, *problem)
+    if web.tls_cert_file is not None and web.tls_key_file is not None and not faulty:
+        pair = _pair_problem(web.tls_cert_file, web.tls_key_file)
+        if pair is not None:
+            yield _file_fault("web.tls_key_file", given, *pair)
 
 
 def _file_fault(name: str, given: Mapping[str, Given], problem: str, remedy: str) -> Fault:
@@ -693,6 +714,66 @@ def _ca_file_problem(path: Path) -> tuple[str, str] | None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cafile=path)
     except (ssl.SSLError, OSError):
         return "holds no certificate", "give a file of certificates in PEM form"
+    return None
+
+
+def _certificate_problem(path: Path) -> tuple[str, str] | None:
+    content = _content(path)
+    if isinstance(content, tuple):
+        return content
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        return "holds no certificate", "give a file of certificates in PEM form, ours first"
+    return None
+
+
+def _private_key_problem(path: Path) -> tuple[str, str] | None:
+    content = _content(path)
+    if isinstance(content, tuple):
+        return content
+    if b"PRIVATE KEY-----" not in content:
+        return "holds no private key", "give a file with the private key in PEM form"
+    return None
+
+
+def _pair_problem(cert: Path, key: Path) -> tuple[str, str] | None:
+    import ssl
+
+    from stallwatch.web import tls
+
+    try:
+        tls.server_context(cert, key)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "is not the key of the certificate in web.tls_cert_file", "give the two files of one pair"
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        return f"cannot be used with web.tls_cert_file ({reason})", "give an intact pair in PEM form"
+    except (OSError, ValueError) as error:
+        return f"cannot be used ({_reason(error)})", "give the private key in PEM form, without a passphrase"
+    return None
+
+
+def _tokens_problem(path: Path) -> tuple[str, str] | None:
+    from stallwatch.web.credentials import read_tokens
+
+    return _lines_problem(path, read_tokens, "write one token a line")
+
+
+def _users_problem(path: Path) -> tuple[str, str] | None:
+    from stallwatch.web.credentials import read_users
+
+    return _lines_problem(path, read_users, "write the lines that `stallwatch hash-password USER` prints")
+
+
+def _lines_problem(path: Path, read_lines: Callable[[str], object], remedy: str) -> tuple[str, str] | None:
+    content = _content(path)
+    if isinstance(content, tuple):
+        return content
+    try:
+        read_lines(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "not UTF-8", remedy
+    except ValueError as error:
+        return str(error), remedy
     return None
 
 
@@ -820,11 +901,12 @@ Keys come from files: `engine.api_key_file` and `canary.api_key_file`. Where no 
 likewise. A key is never a flag, because flags show in every `ps`, and never a part of an address. Keys do not appear in
 logs, messages, labels or pages. While the canary asks the same host and port as the engine, it uses the engine's key
 and certificates unless it has its own; to another host the engine's key never goes.
+Who may read our own pages, and TLS for them, is described in [access.md](access.md).
 
 ## When a change takes effect
 
-Keys and certificates are read again when their files change, and a key also when vLLM answers 401. Every other setting
-needs a restart.
+Keys, tokens, passwords and certificates are read again when their files change, and a key also when vLLM answers 401.
+Every other setting needs a restart.
 
 ## Settings
 """

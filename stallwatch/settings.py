@@ -500,6 +500,42 @@ class WebSettings(Room):
         "::", description="Address to listen on; `::` takes IPv6 and IPv4, and falls back to IPv4 alone."
     )
     port: int = Field(9709, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    tls_cert_file: Path | None = Field(
+        None,
+        description="PEM file with our certificate and those between it and its authority; read again when it changes.",
+        json_schema_extra=_default_is("plain HTTP"),
+    )
+    tls_key_file: Path | None = Field(
+        None, description="PEM file with the certificate's private key, not encrypted; read again when it changes."
+    )
+    client_ca_file: Path | None = Field(
+        None,
+        description="PEM file with the authorities whose clients alone may connect; read again when it changes.",
+        json_schema_extra=_default_is("clients need no certificate"),
+    )
+    bearer_token_file: Path | None = Field(
+        None,
+        description="File with the tokens that open everything but the probes, one a line; read again when it changes.",
+    )
+    basic_auth_file: Path | None = Field(
+        None,
+        description="File with users and hashed passwords, one `user:hash` a line as `stallwatch hash-password` "
+        "writes them, that open everything but the probes; read again when it changes.",
+    )
+
+    def objections(self) -> Iterator[Objection]:
+        """Half of what TLS needs."""
+        for name, needed in (
+            ("tls_cert_file", "tls_key_file"),
+            ("tls_key_file", "tls_cert_file"),
+            ("client_ca_file", "tls_cert_file"),
+        ):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                yield Objection(
+                    {f"web.{name}": getattr(self, name)},
+                    f"has no effect without web.{needed}",
+                    f"set web.{needed}, or remove web.{name}",
+                )
 
 
 class LogSettings(Room):
@@ -630,6 +666,14 @@ class Settings(Room):
                 "a first token that keeps the promise can come out of a stall",
                 f"set stall.ttft_seconds to {slo.ttft_seconds:g} or more",
             )
+        for name in ("bearer_token_file", "basic_auth_file"):
+            path = getattr(self.web, name)
+            if path is not None and self.web.tls_cert_file is None and not _is_loopback(self.web.host):
+                yield Objection(
+                    {f"web.{name}": path},
+                    "clients send what opens our pages in clear text",
+                    "set web.tls_cert_file and web.tls_key_file unless this network is trusted",
+                )
         yield from _access_cautions("engine", self.engine, self.engine.url)
         yield from _access_cautions("canary", self.canary, self.canary.url or self.engine.url)
 

@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from stallwatch.observations import ObserverSample
 from stallwatch.sources.lag import LagSource
+from tests.cgroups import limited
 from tests.virtual import VirtualLoop, run
 
 
@@ -123,46 +121,14 @@ THROTTLED = """
 """
 
 
-def limited_cgroup() -> tuple[Path, Path] | None:
-    """A new cgroup with 100 millicores, and the file that takes its members; None where none can be made."""
-    name = f"stallwatch-test-{os.getpid()}"
-    for root in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")):
-        group = root / name
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            if (group / "cpu.max").exists():
-                (group / "cpu.max").write_text("10000 100000")
-            else:
-                (group / "cpu.cfs_period_us").write_text("100000")
-                (group / "cpu.cfs_quota_us").write_text("10000")
-        except OSError:
-            group.rmdir()
-            continue
-        return group, group / "cgroup.procs"
-    return None
-
-
 def test_a_limit_of_100_millicores_is_seen() -> None:
     """Under a real CPU limit the sleeper is late by tens of milliseconds, and the cgroup says for how long."""
-    made = limited_cgroup()
-    if made is None:
-        pytest.skip("no cgroup with a CPU limit can be made here")
-    group, members = made
-    program = f"import pathlib, os; pathlib.Path({str(members)!r}).write_text(str(os.getpid()))\n"
-    # The imports would take a minute under the limit: it is entered after them.
-    program = "import asyncio, stallwatch.sources.host, stallwatch.sources.lag\n" + program + textwrap.dedent(THROTTLED)
-    try:
+    with limited(100) as members:
+        program = f"import pathlib, os; pathlib.Path({str(members)!r}).write_text(str(os.getpid()))\n"
+        # The imports would take a minute under the limit: it is entered after them.
+        program = "import asyncio, stallwatch.sources.host, stallwatch.sources.lag\n" + program
+        program += textwrap.dedent(THROTTLED)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    finally:
-        for _ in range(50):
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.02)
     seen = json.loads(done.stdout)
     assert max(lag for lag, _ in seen) > 0.05
     assert sum(throttled or 0.0 for _, throttled in seen) > 0.5

@@ -12,6 +12,18 @@ from pydantic import SecretStr, ValidationError
 from stallwatch import configuration
 from stallwatch.configuration import BadConfiguration, Configuration, load
 from stallwatch.settings import FAST_BURN_FACTOR, CanarySettings, Settings
+from tests.certificates import issue
+
+# The key was thrown away with its passphrase.
+AN_ENCRYPTED_KEY = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAiSl4TpuW30UwICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEOsbHbmN4a1jj4JeZ2ftisYEgZAu
+ocTlZWJYC7Qg0IAbDBQmgzDPcbkcGC4uUFCREuEU2ZU65eLZJv9qlUfyEsg/crJS
+UDXjvy94SIapP5RfiOf3DQjOe/uJuZKa1OL8Wu5QnbaoCxy0TvYgGfZLoZar+o+7
+ChAz9vr+lA2fUQ/IiPXaohEs9jxalwi0wz4qS7/EgqztRxv1RmwqJ/PcCIiqVdo=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -397,6 +409,98 @@ TABLE = [
         "{tmp}",
         "STALLWATCH_CANARY__PAUSE_FILE = {tmp}: is a directory; give the path of a file, which need not exist",
     ),
+    # who may read our own pages
+    bad(
+        "certificate without key",
+        "--web.tls_cert_file = {tmp}/server/tls.crt: has no effect without web.tls_key_file; "
+        "set web.tls_key_file, or remove web.tls_cert_file",
+        flags=("--web.tls_cert_file", "{tmp}/server/tls.crt"),
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    bad(
+        "key without certificate",
+        "--web.tls_key_file = {tmp}/server/tls.key: has no effect without web.tls_cert_file; "
+        "set web.tls_cert_file, or remove web.tls_key_file",
+        flags=("--web.tls_key_file", "{tmp}/server/tls.key"),
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    bad(
+        "client authorities without TLS",
+        "STALLWATCH_WEB__CLIENT_CA_FILE = {tmp}/server/tls.crt: has no effect without web.tls_cert_file; "
+        "set web.tls_cert_file, or remove web.client_ca_file",
+        env={"STALLWATCH_WEB__CLIENT_CA_FILE": "{tmp}/server/tls.crt"},
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    bad(
+        "certificate and key exchanged",
+        "--web.tls_cert_file = {tmp}/server/tls.key: holds no certificate; "
+        "give a file of certificates in PEM form, ours first",
+        "--web.tls_key_file = {tmp}/server/tls.crt: holds no private key; give a file with the private key in PEM form",
+        flags=("--web.tls_cert_file={tmp}/server/tls.key", "--web.tls_key_file={tmp}/server/tls.crt"),
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    bad(
+        "key of another certificate",
+        "--web.tls_key_file = {tmp}/other/tls.key: is not the key of the certificate in web.tls_cert_file; "
+        "give the two files of one pair",
+        flags=("--web.tls_cert_file={tmp}/server/tls.crt", "--web.tls_key_file={tmp}/other/tls.key"),
+        setup=lambda tmp: (issue(tmp / "server"), issue(tmp / "other")),
+    ),
+    bad(
+        "encrypted key",
+        "--web.tls_key_file = {tmp}/tls.key: cannot be used (the private key is encrypted); "
+        "give the private key in PEM form, without a passphrase",
+        flags=("--web.tls_cert_file={tmp}/server/tls.crt", "--web.tls_key_file={tmp}/tls.key"),
+        setup=lambda tmp: (issue(tmp / "server"), (tmp / "tls.key").write_text(AN_ENCRYPTED_KEY)),
+    ),
+    bad(
+        "certificate missing",
+        "--web.tls_cert_file = {tmp}/none: no such file; correct the path or mount the file",
+        flags=("--web.tls_cert_file={tmp}/none", "--web.tls_key_file={tmp}/server/tls.key"),
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    bad(
+        "client authorities that are none",
+        "--web.client_ca_file = {tmp}/server/tls.key: holds no certificate; give a file of certificates in PEM form",
+        flags=(
+            "--web.tls_cert_file={tmp}/server/tls.crt",
+            "--web.tls_key_file={tmp}/server/tls.key",
+            "--web.client_ca_file={tmp}/server/tls.key",
+        ),
+        setup=lambda tmp: issue(tmp / "server"),
+    ),
+    env_bad(
+        "STALLWATCH_WEB__BEARER_TOKEN_FILE",
+        "{tmp}/none",
+        "STALLWATCH_WEB__BEARER_TOKEN_FILE = {tmp}/none: no such file; correct the path or mount the file",
+    ),
+    bad(
+        "empty tokens",
+        "--web.bearer_token_file = {tmp}/tokens: is empty; write the content into it or remove the setting",
+        flags=("--web.bearer_token_file={tmp}/tokens",),
+        setup=lambda tmp: (tmp / "tokens").write_text("\n"),
+    ),
+    bad(
+        "tokens of two words",
+        "--web.bearer_token_file = {tmp}/tokens: line 2 is no token, which is one word of printable ASCII; "
+        "write one token a line",
+        flags=("--web.bearer_token_file={tmp}/tokens",),
+        setup=lambda tmp: (tmp / "tokens").write_text("# ours\nhunter2 hunter2\n"),
+    ),
+    bad(
+        "passwords in clear",
+        "--web.basic_auth_file = {tmp}/users: line 1: not a hash of the form scrypt$n$r$p$salt$hash; "
+        "write the lines that `stallwatch hash-password USER` prints",
+        flags=("--web.basic_auth_file={tmp}/users",),
+        setup=lambda tmp: (tmp / "users").write_text("me:hunter2\n"),
+    ),
+    bad(
+        "htpasswd of bcrypt",
+        "--web.basic_auth_file = {tmp}/users: line 1: bcrypt hashes are not understood, only those of `stallwatch "
+        "hash-password`; write the lines that `stallwatch hash-password USER` prints",
+        flags=("--web.basic_auth_file={tmp}/users",),
+        setup=lambda tmp: (tmp / "users").write_text("me:$2y$05$hunter2\n"),
+    ),
     # the file of settings
     env_bad(
         "STALLWATCH_CONFIG",
@@ -751,6 +855,20 @@ def test_the_timeout_follows_a_longer_interval() -> None:
 def test_what_is_probably_not_meant_is_a_warning(flags: list[str], cautions: list[str]) -> None:
     """Settings that work but surprise are accepted with a sentence, and a disabled canary's are not judged."""
     assert [str(caution) for caution in load(flags, {}).cautions] == cautions
+
+
+def test_credentials_in_clear_text_are_a_warning(tmp_path: Path) -> None:
+    """What opens our pages should not travel unprotected, except within the machine."""
+    path, pair = tmp_path / "tokens", issue(tmp_path)
+    path.write_text("one\n")
+    flags = [f"--web.bearer_token_file={path}"]
+    (caution,) = load(flags, {}).cautions
+    assert str(caution) == (
+        f"--web.bearer_token_file = {path}: clients send what opens our pages in clear text; "
+        "set web.tls_cert_file and web.tls_key_file unless this network is trusted"
+    )
+    assert load([*flags, "--web.host=::1"], {}).cautions == ()
+    assert load([*flags, f"--web.tls_cert_file={pair.cert}", f"--web.tls_key_file={pair.key}"], {}).cautions == ()
 
 
 def test_a_key_from_the_environment_works_with_a_warning_and_is_never_shown() -> None:

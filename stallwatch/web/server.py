@@ -18,12 +18,17 @@ from prometheus_client.core import Metric
 
 import stallwatch
 from stallwatch import exporter
+from stallwatch.web.access import Guard
+from stallwatch.web.connections import Limits, Reception, patience
+from stallwatch.web.hygiene import harden, only_reading
+from stallwatch.web.tls import Certificates
 
 log = structlog.get_logger()
 
-_MAX_HEADER = 8190
 _MAX_BODY = 16 * 1024  # we take no bodies; a client that sends one is told so before it is read
+_RENDERS = 2  # pages that are rendered at once, whoever asks
 _SHUTDOWN = 1.0  # seconds that requests under way are given
+_LIMITS = Limits()
 
 RunBlocking = Callable[[Callable[[], tuple[bytes, str]]], Awaitable[tuple[bytes, str]]]
 
@@ -41,18 +46,26 @@ class Views(Protocol):
         """Whether the loop turns and the heartbeat is fresh."""
 
 
-def create_app(views: Views, *, run_blocking: RunBlocking = asyncio.to_thread) -> web.Application:
+def create_app(
+    views: Views, *, guard: Guard | None = None, run_blocking: RunBlocking = asyncio.to_thread
+) -> web.Application:
     """The routes over `views`; `run_blocking` runs a function off the loop (in tests: at once)."""
+    rendering = asyncio.Semaphore(_RENDERS)
 
     async def metrics(request: web.Request) -> web.Response:
         shown = views.families()
         accept = request.headers.get("Accept", "")
-        body, content_type = await run_blocking(lambda: exporter.render(shown, accept))
-        if "gzip" not in request.headers.get("Accept-Encoding", ""):
-            return web.Response(body=body, headers={"Content-Type": content_type})
-        # Level 1 costs a twentieth of the default level and a page still shrinks tenfold.
-        packed = gzip.compress(body, compresslevel=1)
-        return web.Response(body=packed, headers={"Content-Type": content_type, "Content-Encoding": "gzip"})
+        takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+
+        def render() -> tuple[bytes, str]:
+            body, content_type = exporter.render(shown, accept)
+            # Level 1 costs a twentieth of the default level and a page still shrinks tenfold.
+            return gzip.compress(body, compresslevel=1) if takes_gzip else body, content_type
+
+        async with rendering:
+            body, content_type = await run_blocking(render)
+        encoding = {"Content-Encoding": "gzip"} if takes_gzip else {}
+        return web.Response(body=body, headers={"Content-Type": content_type, **encoding})
 
     async def livez(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if views.alive() else web.Response(status=503, text="heartbeat is late\n")
@@ -68,7 +81,9 @@ def create_app(views: Views, *, run_blocking: RunBlocking = asyncio.to_thread) -
             text=f"stallwatch {stallwatch.__version__}\n\n/metrics\n/api/v1/status\n/livez\n/readyz\n",
         )
 
-    app = web.Application(client_max_size=_MAX_BODY)
+    middlewares = (patience, only_reading) if guard is None else (patience, only_reading, guard.middleware())
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=middlewares)
+    app.on_response_prepare.append(harden)
     app.router.add_get("/", index)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/livez", livez)
@@ -98,22 +113,35 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: web.Application, listener: socket.socket) -> AsyncIterator[None]:
-    """Serves `app` on `listener` while the context is open."""
-    runner = web.AppRunner(
-        app,
-        handle_signals=False,
-        access_log=None,
-        shutdown_timeout=_SHUTDOWN,
-        max_line_size=_MAX_HEADER,
-        max_field_size=_MAX_HEADER,
-        keepalive_timeout=75.0,
-    )
+async def serving(
+    app: web.Application,
+    listener: socket.socket,
+    *,
+    certificates: Certificates | None = None,
+    limits: Limits = _LIMITS,
+) -> AsyncIterator[Reception]:
+    """Serves `app` on `listener`, over TLS if there are certificates, while the context is open."""
+    runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=_SHUTDOWN)
     await runner.setup()
+    if runner.server is None:
+        raise RuntimeError("the runner has no server after its setup")
+    reception = Reception(runner.server, listener, certificates=certificates, limits=limits)
+    raised: list[BaseException] = []
     try:
-        await web.SockSite(runner, listener).start()
-        yield
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(reception.accept(), name="listener")
+            try:
+                yield reception
+            except BaseException as error:
+                raised.append(error)
+                raise
+            accepting.cancel()
+    except BaseExceptionGroup as together:
+        if list(together.exceptions) == raised:
+            raise raised[0] from None  # what the body raised stays what it is
+        raise
     finally:
+        listener.close()
         await runner.cleanup()
 
 
