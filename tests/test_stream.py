@@ -20,7 +20,7 @@ from stallwatch.sources.stream import CanaryStream, Ended, StreamRequest
 from tests.raw_server import SSE_HEAD, Asked, Peer, RawServer, Script, answer, serve
 from tests.virtual import VirtualLoop, run
 
-GOLDEN = sorted((Path(__file__).parent / "golden" / "sse").glob("*"))
+GOLDEN = sorted((Path(__file__).parent / "golden" / "sse").glob("*.txt"))
 
 PROMPT = "0a1b2c3d-1: count upwards"
 

@@ -1,20 +1,27 @@
 """Programs that the tests run and that pip does not bring: installed where we may, named with the command where not."""
 
+import ctypes.util
 import os
 import shutil
 import subprocess
 import sys
 
 # program -> Debian package
-NEEDED = {
+PROGRAMS = {
     "promtool": "prometheus",
+    "prometheus": "prometheus",
+    "prometheus-alertmanager": "prometheus-alertmanager",
     "cc": "gcc",
 }
+# library that vLLM's CPU build loads -> Debian package
+LIBRARIES = {"numa": "libnuma1"}
 
 
 def missing() -> dict[str, str]:
-    """The programs that are not on the path, with the Debian package of each."""
-    return {program: package for program, package in NEEDED.items() if shutil.which(program) is None}
+    """The programs and libraries that are not there, with the Debian package of each."""
+    programs = {program: package for program, package in PROGRAMS.items() if shutil.which(program) is None}
+    libraries = {f"lib{name}": package for name, package in LIBRARIES.items() if ctypes.util.find_library(name) is None}
+    return programs | libraries
 
 
 def main() -> int:

@@ -144,7 +144,8 @@ def _missing_models(environment: Environment) -> list[str]:
 def _turn(path: Path) -> Iterator[None]:
     """Holds the builders' lock; the kernel lets go of it when the holder and every step that it began have ended."""
     with path.open("w") as lock:
-        os.set_inheritable(lock.fileno(), inheritable=True)  # a step that outlives a killed builder must not meet the next one
+        # A step that outlives a killed builder must not meet the next one.
+        os.set_inheritable(lock.fileno(), True)  # noqa: FBT003 - takes no keywords
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
