@@ -15,6 +15,7 @@ from yarl import URL
 
 from stallwatch.observations import Failure
 from stallwatch.scheduling import SourceError
+from stallwatch.settings import Access
 
 DETAIL_LENGTH = 200  # characters
 
@@ -154,6 +155,18 @@ class Target:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
         return context
+
+
+def target_of(access: Access) -> Target:
+    """The server that settings name."""
+    return Target(
+        access.url,
+        api_key_file=access.api_key_file,
+        api_key=access.api_key.get_secret_value() if access.api_key else None,
+        ca_file=access.ca_file,
+        server_name=access.server_name,
+        insecure_skip_verify=access.insecure_skip_verify,
+    )
 
 
 @contextmanager
