@@ -22,7 +22,7 @@ from stallwatch.commands.terminal import (
 from stallwatch.commands.timing import timing
 from stallwatch.configuration import BadConfiguration, Fault
 from stallwatch.settings import Settings
-from stallwatch.sources.http import plain
+from stallwatch.sources.http import plain, target_of
 
 if TYPE_CHECKING:
     import argparse

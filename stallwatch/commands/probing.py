@@ -11,13 +11,13 @@ import aiohttp
 from stallwatch.analysis.monitor import Monitor
 from stallwatch.app import monitor_for
 from stallwatch.commands.stream import Recording, follow
-from stallwatch.commands.terminal import duration, target_of
+from stallwatch.commands.terminal import duration
 from stallwatch.health import Health
 from stallwatch.observations import Observation, ObserverSample, Outcome, PollFailure, Source
 from stallwatch.scheduling import Poll, SourceError
 from stallwatch.settings import CanarySettings, Settings
 from stallwatch.sources.host import OwnCgroup
-from stallwatch.sources.http import Target
+from stallwatch.sources.http import Target, target_of
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.served import Model, ServedModels
 from stallwatch.sources.stream import StreamRequest
