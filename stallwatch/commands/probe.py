@@ -17,7 +17,6 @@ from stallwatch.commands.terminal import (
     run,
     showable,
     switch_threads_fast,
-    target_of,
 )
 from stallwatch.commands.timing import timing
 from stallwatch.configuration import BadConfiguration, Fault
