@@ -34,7 +34,7 @@ test: $(READY) tools check ## all tests that need no real vLLM
 
 test-vllm: $(READY) tools ## against a real vLLM on the CPU (builds its environment once: 4 GB)
 	$(PYTHON) tests/vllm/environment.py
-	$(BIN)/pytest -m 'vllm and not long' tests/vllm $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'vllm and not long' $(PYTEST_ARGS)
 
 test-long: $(READY) tools ## sweeps, soaks and full matrices
 	$(PYTHON) tests/vllm/environment.py

@@ -1,0 +1,287 @@
+"""What the engine did in its steps, on the real vLLM: estimates against the plugin's truth for every step."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import correlation, mean, median
+from typing import Any
+
+import pytest
+
+from stallwatch.analysis.prefill import Evidence, PrefillLadder
+from stallwatch.analysis.work import WorkView
+from stallwatch.observations import EngineCounters, EngineSample, ServerFacts
+from tests.vllm.environment import Environment
+from tests.vllm.load import Request, decode_stream, long_prompt
+from tests.vllm.plugin import FLAGS, mounted
+from tests.vllm.recording import Recording, judged, record, without
+from tests.vllm.server import VllmServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+NO_CANARY = {"enabled": False}
+BALANCE = without("plugin", "write_bytes")
+MFU = without("plugin")
+
+
+@pytest.fixture(scope="module")
+def server(vllm_environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """A server that tells the truth about its steps."""
+    variables = mounted(tmp_path_factory.mktemp("plugin"))
+    folder = tmp_path_factory.mktemp("vllm")
+    with VllmServer(vllm_environment, folder, model="small", flags=FLAGS, variables=variables) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def idle(server: VllmServer) -> Recording:
+    """A few seconds of the server before anybody asked it anything; must be asked for first."""
+    return record(server.url, [], pause=3.0, canary=NO_CANARY)
+
+
+@pytest.fixture(scope="module")
+def uncached(idle: Recording, server: VllmServer) -> Recording:
+    """A decoding reader, then an uncached prompt of 12,000 tokens beside it."""
+    assert idle.observations
+    return record(server.url, [("load", _beside("first"))], canary=NO_CANARY)
+
+
+@pytest.fixture(scope="module")
+def cached(uncached: Recording, server: VllmServer) -> Recording:
+    """The same once more: the prompt is in the prefix cache."""
+    assert uncached.observations
+    return record(server.url, [("load", _beside("first", reader="again"))], canary=NO_CANARY)
+
+
+def _beside(salt: str, *, reader: str = "reader") -> list[Request]:
+    """One reader; the long prompt is sent when it has 500 tokens, enough to know the decode baseline."""
+    return [
+        decode_stream(reader, tokens=1_200, salt=f"{salt}-{reader}"),
+        long_prompt("long", salt=salt, seed=7, after=reader, after_tokens=500),
+    ]
+
+
+def _last(recording: Recording, **more: object) -> WorkView:
+    (found,) = judged(recording, [recording.marks["end"]], **more)  # type: ignore[arg-type]
+    work = found.engines[0].work
+    assert work is not None
+    return work
+
+
+def _samples(recording: Recording) -> list[EngineSample]:
+    return [seen for seen in recording.observations if isinstance(seen, EngineSample)]
+
+
+def test_a_server_that_nobody_used_has_no_figures(idle: Recording) -> None:
+    """Before the first request everything about steps is absent, not 0."""
+    (found,) = judged(idle, [idle.marks["end"]])
+
+    assert found.engines
+    assert found.engines[0].work is None
+
+
+def test_interference_is_the_truth_whatever_the_evidence_and_the_rate(uncached: Recording) -> None:
+    """Beside an uncached prompt the ratio is within 10 % of what every step says, at 4 Hz and at 1 Hz."""
+    truth = _true_interference(uncached)
+    for name, change in (("plugin", without()), ("mfu", MFU), ("balance", BALANCE)):
+        for every in (0.0, 1.0):
+            work = _last(uncached, change=change, every=every)
+            assert work.interference_mean is not None, (name, every)
+            error = work.interference_mean / truth - 1
+            rate = "1 Hz" if every else "4 Hz"
+            print(f"{name:<8} {rate}  interference {work.interference_mean:6.2f}  truth {truth:6.2f}  {error:+.1%}")
+            # The write counter is calibrated from scrape to scrape; a quarter of them is too few for one short run.
+            assert work.evidence == name or (every and work.evidence == Evidence.BALANCE)
+            assert abs(error) < 0.10, (name, every)
+
+
+def _true_interference(recording: Recording) -> float:
+    """From the plugin's sums over all steps with decoders: time beyond the baseline, over the baseline."""
+    samples = [sample.engines["0"].plugin for sample in _samples(recording) if sample.engines["0"].plugin]
+    grown = {key: samples[-1][key] - samples[0].get(key, 0.0) for key in samples[-1]}
+    n = {phase: _moment(grown, phase, "n") for phase in ("decode", "mixed")}
+    t = {phase: _moment(grown, phase, "t") for phase in ("decode", "mixed")}
+    each = []
+    for before, after in pairwise(samples):
+        steps = {phase: _moment(after, phase, "n") - _moment(before, phase, "n") for phase in ("decode", "mixed")}
+        if steps["decode"] > 0 and steps["mixed"] == 0:
+            each.append((_moment(after, "decode", "t") - _moment(before, "decode", "t")) / steps["decode"])
+    base = median(each)
+    each_mixed = t["mixed"] / n["mixed"]
+    print(f"truth: {n['mixed']:.0f} mixed steps of {each_mixed:.3f} s, {n['decode']:.0f} of {base * 1000:.1f} ms")
+    return (t["mixed"] - n["mixed"] * base) / (base * (n["mixed"] + n["decode"]))
+
+
+def _moment(samples: Mapping[str, float], phase: str, term: str) -> float:
+    for key, value in samples.items():
+        if "step_moments_total" in key and f'phase="{phase}"' in key and f'term="{term}"' in key:
+            return float(value)
+    return 0.0
+
+
+@pytest.mark.parametrize("change", [pytest.param(without(), id="plugin"), pytest.param(BALANCE, id="balance")])
+def test_a_cached_prompt_interferes_hardly(
+    cached: Recording, uncached: Recording, change: Callable[[EngineCounters], EngineCounters]
+) -> None:
+    """The same prompt from the prefix cache costs readers a hundredth of what it did."""
+    work, dear = _last(cached, change=change), _last(uncached, change=change)
+    print(f"interference cached {work.interference_mean}, uncached {dear.interference_mean}")
+
+    assert work.interference_mean is not None
+    assert dear.interference_mean is not None
+    assert work.interference_mean < 0.05 * dear.interference_mean
+    assert work.interference_mean < 0.2
+
+
+def test_decoding_alone_is_no_interference(server: VllmServer, cached: Recording) -> None:
+    """Two readers without any prompt beside them: the ratio stays at about 0."""
+    assert cached.observations
+    readers = [decode_stream(f"reader{i}", tokens=600, seed=20 + i, salt="alone") for i in range(2)]
+    alone = record(server.url, [("load", readers)], canary=NO_CANARY)
+    for name, change in (("plugin", without()), ("balance", BALANCE)):
+        work = _last(alone, change=change)
+        print(f"{name}: interference {work.interference_mean}, prefill {work.prefill_totals}")
+        assert work.interference_mean is not None
+        assert work.interference_mean < 0.1
+
+
+def test_backlog_falls_and_its_eta_is_right(uncached: Recording) -> None:
+    """During the long prompt the backlog falls; once four scrapes saw it move the time to go is right within 25 %."""
+    other = uncached.streams["load/long"]
+    assert other.ended is not None
+    done = other.reads[0].at
+    samples = [sample for sample in _samples(uncached) if other.sent < sample.at < done]
+    steps = _steps_of_the_prompt(samples)
+    moments = [at + 0.05 for at in steps[3:-1]]
+    found = judged(uncached, moments, change=BALANCE)
+    rows = []
+    for moment, seen in zip(moments, found, strict=True):
+        work = seen.engines[0].work
+        assert work is not None
+        rows.append((moment, work.backlog, work.backlog_eta))
+    backlogs = [backlog for _, backlog, _ in rows if backlog is not None]
+    errors = [eta / (done - moment) - 1 for moment, _, eta in rows if eta is not None and done - moment > 1.0]
+    for moment, backlog, eta in rows:
+        print(
+            f"{moment - other.sent:5.1f} s after sending: {backlog} tokens to go, {eta} s; truth {done - moment:.1f} s"
+        )
+
+    assert len(backlogs) >= 0.9 * len(rows)
+    assert all(after <= before for before, after in pairwise(backlogs))
+    assert len(errors) >= 10
+    assert median(map(abs, errors)) < 0.25
+    assert sum(abs(error) < 0.25 for error in errors) >= 0.8 * len(errors), errors
+
+
+def _steps_of_the_prompt(samples: Sequence[EngineSample]) -> list[float]:
+    """Times of the scrapes that first showed each further step of the long prompt."""
+    times = []
+    for before, after in pairwise(samples):
+        old, new = before.engines["0"].kv_usage, after.engines["0"].kv_usage
+        if old is not None and new is not None and new > old:
+            times.append(after.at)
+    return times
+
+
+def _mix(name: str) -> list[Request]:
+    """A dozen requests, 0.7 s apart, beside a reader who decodes."""
+
+    def one(i: int, **more: Any) -> Request:
+        return Request(name=f"{name}-{i}", salt=name, delay=0.7 * i, **{"tokens": 40, **more})
+
+    plans: dict[str, Callable[[int], Request]] = {
+        "random": lambda i: one(i, prompt_tokens=300 + 211 * i % 1_700, seed=50 + i),
+        "shared-prefix": lambda i: one(i, prompt_tokens=1_500 + 97 * i % 900, seed=3),
+        "repeats": lambda i: one(i, prompt_tokens=1_400, seed=4 + i % 3),
+        "aborts": lambda i: one(
+            i, prompt_tokens=900 + 400 * i % 2_000, seed=90 + i, tokens=60, timeout=1.2 if i % 3 == 2 else 60.0
+        ),
+    }
+    return [decode_stream("reader", tokens=900, salt=f"{name}-reader"), *(plans[name](i) for i in range(12))]
+
+
+def test_estimates_against_the_truth_over_four_mixes(
+    server: VllmServer, uncached: Recording, cached: Recording
+) -> None:
+    """The write counter is exact, the balance close, and both far better than the rate of booked prompt tokens."""
+    ladder = PrefillLadder()
+    for earlier in (uncached, cached):
+        _rows(ladder, earlier)
+    print(f"{'mix':<14} {'evidence':<11} {'mean':>7} {'error':>7} {'r':>6} {'bias':>7}")
+    for name in ("random", "shared-prefix", "repeats", "aborts"):
+        recording = record(server.url, [("load", _mix(name))], canary=NO_CANARY)
+        figures = _accuracy(_rows(ladder, recording))
+        for evidence, (average, error, r, bias) in figures.items():
+            print(f"{name:<14} {evidence:<11} {average:7.0f} {error:7.1f} {r:6.3f} {bias:+7.1%}")
+        average, error, r, bias = figures["balance"]
+        assert r > 0.9, name
+        assert error < 0.25 * average, name
+        assert abs(bias) < 0.15, name
+        assert figures["mfu"][1] <= max(2.0, 0.02 * average), name
+        assert figures["naive"][1] > 2 * error, name
+
+
+def _rows(ladder: PrefillLadder, recording: Recording) -> list[dict[str, float]]:
+    """Prompt tokens of every poll interval by evidence, `plugin` being the truth and `naive` what was booked."""
+    cache = next(seen.caches["0"] for seen in recording.observations if isinstance(seen, ServerFacts))
+    rows: list[dict[str, float]] = []
+    prompt_before: float | None = None
+    for sample in _samples(recording):
+        counters = sample.engines["0"]
+        seen = ladder.scraped(counters, sample.at, cache=cache)
+        if counters.first_tokens is None or counters.prompt_tokens is None:
+            continue
+        booked = None if prompt_before is None else counters.prompt_tokens - prompt_before
+        prompt_before = counters.prompt_tokens
+        if seen is None or booked is None or Evidence.PLUGIN not in seen.estimates:
+            continue
+        rows.append({**{str(rung): tokens for rung, tokens in seen.estimates.items()}, "naive": booked})
+    return rows
+
+
+def _accuracy(rows: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float, float, float]]:
+    """Mean tokens, mean error, correlation and bias per poll interval, by evidence."""
+    figures = {}
+    for evidence in ("mfu", "balance", "naive"):
+        pairs = [(row["plugin"], row[evidence]) for row in rows if evidence in row]
+        truth, told = [true for true, _ in pairs], [value for _, value in pairs]
+        error = mean(abs(true - value) for true, value in pairs)
+        figures[evidence] = (mean(truth), error, correlation(truth, told), sum(told) / sum(truth) - 1)
+    return figures
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_advised_budget_keeps_steps_inside_the_objective(
+    vllm_environment: Environment, uncached: Recording, server: VllmServer, tmp_path: Path
+) -> None:
+    """With the advised token budget at most a tenth of the mixed steps exceed D; with the old one most did."""
+    objective = 0.25
+    uncached.settings = uncached.settings.model_copy(
+        update={"slo": uncached.settings.slo.model_copy(update={"itl_seconds": objective})}
+    )
+    budget = _last(uncached, change=BALANCE).budget
+    assert budget is not None
+    server.kill()
+    flags = (*FLAGS, "--max-num-seqs", str(min(budget.batched_tokens, 16)))
+    with VllmServer(
+        vllm_environment,
+        tmp_path,
+        model="small",
+        flags=flags,
+        variables=mounted(tmp_path / "plugin"),
+        max_num_batched_tokens=budget.batched_tokens,
+    ) as advised:
+        after = record(advised.url, [("load", _beside("budget"))], canary=NO_CANARY)
+    old, new = _share_above(uncached, objective), _share_above(after, objective)
+    print(f"D = {objective} s: advised {budget}; mixed steps above D: {old:.0%} before, {new:.0%} after")
+
+    assert old > 0.5
+    assert new <= 0.1
+
+
+def _share_above(recording: Recording, objective: float) -> float:
+    """Share of the reader's gaps during the long prompt that exceeded the objective: each is one mixed step."""
+    reader, other = recording.streams["load/reader"], recording.streams["load/long"]
+    inside = [b.at - a.at for a, b in pairwise(reader.reads) if other.sent < a.at and b.at <= (other.ended or 0)]
+    return sum(gap > objective for gap in inside) / len(inside)
