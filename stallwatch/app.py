@@ -20,25 +20,31 @@ import structlog
 from prometheus_client.core import Metric
 
 from stallwatch import exporter
+from stallwatch.analysis.causes import WHAT_TO_TRY, runbook
+from stallwatch.analysis.episodes import Change, StallNews
 from stallwatch.analysis.monitor import Monitor
 from stallwatch.analysis.phase import Phase
+from stallwatch.analysis.stalls import StallLimits
 from stallwatch.analysis.streams import Objectives
 from stallwatch.analysis.watch import Freshness
 from stallwatch.health import Health
-from stallwatch.observations import Observation, ObserverSample, PollFailure, Source
+from stallwatch.observations import EngineSample, Observation, ObserverSample, PollFailure, Source
+from stallwatch.recorder.recorder import Recorder
+from stallwatch.recorder.scribe import Scribe
 from stallwatch.scheduling import SourceError, every
-from stallwatch.settings import Access, Settings
+from stallwatch.settings import Settings
 from stallwatch.sources.blocking import RunBlocking
 from stallwatch.sources.canary import Canary, Gate
 from stallwatch.sources.engine import EngineSource
 from stallwatch.sources.gpu import Gpu, GpuStatus
 from stallwatch.sources.host import HostSource, OwnCgroup
-from stallwatch.sources.http import Target
+from stallwatch.sources.http import target_of
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.nvml import Nvml
 from stallwatch.web import server
 from stallwatch.web.access import guard_for
 from stallwatch.web.reloading import problem_of
+from stallwatch.web.stalls import stall, stalls
 from stallwatch.web.status import status
 from stallwatch.web.tls import certificates_for
 
@@ -67,13 +73,20 @@ class Sidecar:
         rng: random.Random | None = None,
         nvml: Nvml = pynvml,
         run_blocking: RunBlocking | None = None,
+        scribe: Scribe | None = None,
     ) -> None:
-        """`nvml` is the library's module or its stand-in; `run_blocking` (in tests) replaces the threads of sources."""
+        """`nvml` is the library's module or its stand-in.
+
+        `run_blocking` and `scribe` (in tests) replace the threads of the sources and of the recorder.
+        """
         self.settings = settings
         self.gpu = Gpu(settings.gpu, environ=os.environ, nvml=nvml, clock=clock, run_blocking=run_blocking)
         self._run_blocking = run_blocking
         self.monitor = monitor_for(settings)
         self.health = Health()
+        self.recorder = Recorder(
+            settings, findings=self.monitor.findings, clock=clock, writing=self.health.writing, scribe=scribe
+        )
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311  (jitter and names, no secrets)
         self._wake = asyncio.Event()
@@ -92,6 +105,14 @@ class Sidecar:
             self._wake.set()
         if self.monitor.life.phase is not phase:
             log.info("target phase", phase=self.monitor.life.phase, before=phase)
+        for news in self.monitor.news():
+            _tell(news)
+            self._record(news)
+        if isinstance(seen, EngineSample):
+            for engine, watch in self.monitor.engines.items():
+                if watch.work.last is not None:
+                    self.recorder.prefilled(engine, watch.work.last)
+        self.recorder.observe(seen)
 
     def families(self) -> tuple[Metric, ...]:
         """What `/metrics` says now."""
@@ -104,6 +125,20 @@ class Sidecar:
         return status(
             self.monitor.findings(now), self.health, self.settings, now=now, hardware=_hardware(self.gpu.status())
         )
+
+    def stalls(self) -> Mapping[str, Any]:
+        """What `/api/v1/stalls` says now."""
+        now = self._clock()
+        return stalls(self.monitor.findings(now), wall_offset=time.time() - now)
+
+    def stall(self, wanted: str) -> Mapping[str, Any] | None:
+        """What `/api/v1/stalls/{id}` says now."""
+        now = self._clock()
+        return stall(self.monitor.findings(now), wanted, wall_offset=time.time() - now)
+
+    def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
+        """What `/api/v1/timeline` says now, by a call that may be made in a thread."""
+        return self.recorder.document(seconds)
 
     def alive(self) -> bool:
         """Whether the heartbeat is fresh."""
@@ -132,6 +167,7 @@ class Sidecar:
         """The coroutines to run, by name, with the connections that they need open."""
         settings = self.settings
         async with AsyncExitStack() as stack:
+            stack.callback(self.recorder.close)
             plan: dict[str, Task] = {}
             lag = LagSource(clock=self._clock, throttled_seconds=OwnCgroup().throttled_seconds)
             plan["observer"] = lag.run(self.observe)
@@ -148,14 +184,14 @@ class Sidecar:
             yield plan
 
     async def _engine(self, stack: AsyncExitStack) -> Task:
-        target = _target(self.settings.engine_access)
+        target = target_of(self.settings.engine_access)
         session = await stack.enter_async_context(target.session())
         source = EngineSource(session, target, self.settings.engine, clock=self._clock, emit_facts=self.observe)
         return self._every(Source.ENGINE, self.settings.engine.interval_seconds, source.deadline_seconds, source.poll)
 
     async def _canary(self, stack: AsyncExitStack) -> Task:
         settings = self.settings.canary
-        target = _target(self.settings.canary_access)
+        target = target_of(self.settings.canary_access)
         session = await stack.enter_async_context(target.session(keep_alive=False))
         canary = Canary(
             settings,
@@ -207,6 +243,12 @@ class Sidecar:
             polled=self.health.polled,
         )
 
+    def _record(self, news: StallNews) -> None:
+        if news.change is Change.CLOSED:
+            self.recorder.stall_closed(news.stall, news.at)
+        else:
+            self.recorder.stall_open(news.stall, news.at)
+
     def _warn_when_starting_takes_long(self, now: float) -> None:
         limit = self.settings.engine.start_timeout_seconds
         if self.monitor.life.phase is not Phase.STARTING:
@@ -233,6 +275,12 @@ def monitor_for(settings: Settings) -> Monitor:
             canary=_CANARY_HOLDS * settings.canary.interval_seconds,
         ),
         persistent=settings.canary.enabled and settings.canary.mode == "persistent",
+        limits=StallLimits(
+            floor=settings.stall.floor_seconds,
+            factor=settings.stall.factor,
+            ttft=settings.stall.ttft_seconds,
+            hang=settings.stall.hang_seconds,
+        ),
     )
 
 
@@ -302,15 +350,33 @@ def _hardware(seen: GpuStatus) -> Mapping[str, Any]:
     }
 
 
-def _target(access: Access) -> Target:
-    return Target(
-        access.url,
-        api_key_file=access.api_key_file,
-        api_key=access.api_key.get_secret_value() if access.api_key else None,
-        ca_file=access.ca_file,
-        server_name=access.server_name,
-        insecure_skip_verify=access.insecure_skip_verify,
+def _tell(news: StallNews) -> None:
+    """One line for each turn that a stall takes."""
+    seen = news.stall
+    told = log.bind(
+        stall=seen.id,
+        engine=seen.engine,
+        kind=seen.kind,
+        cause=seen.cause,
+        seconds=round(seen.duration(news.at), 2),
+        evidence=[f"{evidence.cause} {evidence.seconds:.1f} s: {evidence.sentence}" for evidence in seen.evidence],
     )
+    if news.change is Change.OPENED:
+        told.warning("stall opened")
+        return
+    advice = {"what_to_try": WHAT_TO_TRY[seen.cause], "runbook": runbook(seen.cause)}
+    if seen.culprit_tokens is not None:
+        advice["largest_prompt"] = f"{seen.culprit_tokens:.0f} tokens"
+    if news.change is Change.CAUSE:
+        told.warning("stall cause changed", **advice)
+    else:
+        told.warning(
+            "stall closed",
+            stall_seconds=round(seen.seconds, 2),
+            reader_seconds_lost=round(seen.reader_seconds, 1),
+            notes=list(seen.notes),
+            **advice,
+        )
 
 
 def _described(settings: Settings) -> str:

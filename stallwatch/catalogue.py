@@ -124,6 +124,33 @@ SLO_ITL_OBJECTIVE = _gauge("slo_itl_objective_seconds", "Objective for inter-tok
 SLO_TTFT_OBJECTIVE = _gauge("slo_ttft_objective_seconds", "Objective for the first token (slo.ttft_seconds).")
 SLO_TARGET = _gauge("slo_target_ratio", "Share of judged seconds that must not be missed (slo.target).")
 
+# Stalls
+STALL_ACTIVE = _gauge("stall_active", "1 while a stall of this kind is going on.", "engine", "kind")
+STALL_ACTIVE_SECONDS = _counter(
+    "stall_active_seconds_total",
+    "Seconds in stalls of any kind, each once, added while they go on. No cause: a counter cannot take one back.",
+    "engine",
+)
+STALL_CURRENT_CAUSE = _gauge(
+    "stall_current_cause",
+    "1 for what the stall that is going on comes down to so far; absent while there is none.",
+    "engine",
+    "cause",
+)
+STALLS = _counter("stalls_total", "Stalls that closed, by kind and cause.", "engine", "kind", "cause")
+STALL_SECONDS = _counter(
+    "stall_seconds_total",
+    "Seconds by which the gaps in closed stalls exceeded what is usual, by cause.",
+    "engine",
+    "cause",
+)
+STALL_DURATION = _histogram("stall_duration_seconds", "Closed stalls from begin to end.", "engine", "kind")
+READER_SECONDS_LOST = _counter(
+    "reader_seconds_lost_total",
+    "Stall seconds times the readers that waited, our own streams not counted; added when a stall closes.",
+    "engine",
+)
+
 # What the engine says
 ENGINE_ITL_TOTAL = _counter(
     "engine_itl_total", "ITL samples of vLLM's histogram since stallwatch started, the canary's taken out.", "engine"
@@ -139,6 +166,93 @@ STEP_AGE = _gauge(
     "engine",
 )
 ENGINE_STEPS = _counter("engine_steps_total", "Engine steps that produced output, since stallwatch started.", "engine")
+PREFILL_TOKENS = _counter(
+    "scheduled_prefill_tokens_total",
+    "Prompt tokens computed since stallwatch started, the canary's taken out. Each is counted once, under the evidence "
+    "that told it: plugin and mfu are exact, balance is an estimate, completion comes when a prompt has ended.",
+    "engine",
+    "evidence",
+)
+PREFILL_PER_STEP = _gauge(
+    "scheduled_prefill_tokens_per_step",
+    "Prompt tokens in an engine step over the last 15 s, mean and max, by the best evidence there is; absent while no "
+    "step ends.",
+    "engine",
+    "evidence",
+    "stat",
+)
+STEP_PREFILL = _histogram(
+    "step_prefill_tokens",
+    "Prompt tokens of single engine steps: all with the plugin, else those that ended alone between two polls.",
+    "engine",
+)
+STEP_DURATION = _histogram(
+    "step_duration_seconds",
+    "Duration of single engine steps by phase (decode, mixed, prefill): all with the plugin, those of one poll with "
+    "their mean; else those that ended alone between two polls, which are the long ones, and of phase prefill none.",
+    "engine",
+    "phase",
+)
+DECODE_BASELINE = _gauge(
+    "decode_baseline_seconds",
+    "Usual duration of a step without prefill, for as many decoding requests as there were last; 15 min of memory.",
+    "engine",
+)
+DECODE_BASELINE_REFERENCE = _gauge(
+    "decode_baseline_reference_seconds",
+    "What that was over the last day of work, restarts included: above it the engine became slower for good.",
+    "engine",
+)
+INTERFERENCE_RATIO = _gauge(
+    "interference_ratio",
+    "Time that steps took beyond their decode baseline because of prefill, to the baseline, over 5 min: 0 is none, 1 "
+    "is twice as slow. stat p95 is that of single steps, absent where too few of them are known.",
+    "engine",
+    "stat",
+)
+INTERFERENCE_SHARE = _gauge(
+    "interference_share_ratio",
+    "Share of the judged seconds of the last 5 min that were stalls with prefill in the engine's steps.",
+    "engine",
+)
+INTERFERENCE_SECONDS = _counter(
+    "interference_seconds_total",
+    "Seconds by which steps with decoders took longer because prompts were computed in them.",
+    "engine",
+)
+PREFILL_BACKLOG = _gauge(
+    "prefill_backlog_tokens", "Prompt tokens of admitted requests that are not computed yet.", "engine"
+)
+PREFILL_BACKLOG_ETA = _gauge(
+    "prefill_backlog_eta_seconds", "Seconds until they are computed, at the pace seen.", "engine"
+)
+STEP_MODEL = _gauge(
+    "step_model_coefficient",
+    "A step of d decoders and p prompt tokens takes a + c*d + b*p seconds: terms a and c from steps without prefill; "
+    "b50, b90, b95 quantiles of b over prompt tokens; b0 and b1 from b = b0 + b1 * tokens of context.",
+    "engine",
+    "term",
+)
+STEP_MODEL_R2 = _gauge(
+    "step_model_r2",
+    "Share of the variance of step durations that the step model explains; below 0.5 it is poor.",
+    "engine",
+)
+PREFILL_BUDGET = _gauge(
+    "prefill_budget_tokens",
+    "Largest prefill in a step that keeps 95 % of steps within slo.itl_seconds, for prompts like those seen. "
+    "For --max-num-batched-tokens add the decoding requests; absent below 50 steps or when the model is poor.",
+    "engine",
+)
+PREFILL_BUDGET_CONTEXT = _gauge(
+    "prefill_budget_context_tokens",
+    "Context, in tokens before the prefill, from which the budget was learned: min and max. Deeper prompts cost more.",
+    "engine",
+    "bound",
+)
+SPEC_ACCEPTANCE = _gauge(
+    "engine_spec_acceptance_ratio", "Share of drafted tokens that were accepted over the last minute.", "engine"
+)
 DECODE_TOKENS = _counter(
     "scheduled_decode_tokens_total", "Tokens decoded since stallwatch started, the canary's taken out.", "engine"
 )
@@ -255,6 +369,16 @@ CANARY_SKIPPED = _counter("canary_skipped_total", "Canary streams that were due 
 CANARY_TOKENS = _counter("canary_tokens_total", "Tokens that canary streams received.")
 CANARY_LAST_SUCCESS = _gauge(
     "canary_last_success_timestamp_seconds", "Unix time at which a canary stream last ended as it should."
+)
+INCIDENTS_WRITTEN = _counter(
+    "incidents_written_total",
+    "Incident bundles written to recorder.directory; one that is written again as its incident goes on counts once.",
+)
+INCIDENTS_FAILED = _counter(
+    "incidents_failed_total", "Incident bundles, or new versions of one, that could not be written."
+)
+RECORDING_FAILURES = _counter(
+    "recording_failures_total", "Parts of a recording (recorder.file) that could not be written and are lost."
 )
 
 CATALOGUE: tuple[Spec, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Spec))

@@ -163,11 +163,21 @@ def _run(invocation: Invocation) -> int:
     if invocation.wants_help:
         invocation.write(_settings_usage(invocation) + configuration.settings_help())
         return OK
-    loaded = configuration.load(invocation.arguments, invocation.environ)
+    loaded = configuration.load(_without_short_names(invocation.arguments), invocation.environ)
 
     from stallwatch import app
 
     return watch(loaded, app.run, stderr=invocation.stderr)
+
+
+def _without_short_names(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--record` written out as the setting that it stands for."""
+    return [
+        f"--recorder.file{argument.removeprefix('--record')}"
+        if argument == "--record" or argument.startswith("--record=")
+        else argument
+        for argument in arguments
+    ]
 
 
 def watch(
@@ -234,6 +244,24 @@ def _version(invocation: Invocation) -> int:
     return OK
 
 
+def _check(invocation: Invocation) -> int:
+    from stallwatch.commands.check import check
+
+    return check(invocation)
+
+
+def _probe(invocation: Invocation) -> int:
+    from stallwatch.commands.probe import probe
+
+    return probe(invocation)
+
+
+def _replay(invocation: Invocation) -> int:
+    from stallwatch.commands.replay import replay
+
+    return replay(invocation)
+
+
 def _healthcheck(invocation: Invocation) -> int:
     parser = invocation.parser()
     parser.add_argument("--url", help="where to ask (default: /livez at web.host and web.port)")
@@ -246,8 +274,9 @@ def _healthcheck(invocation: Invocation) -> int:
 
     from stallwatch import configuration
 
-    names = ("web.host", "web.port", "web.tls_cert_file", "web.client_ca_file")
-    known = {name: configuration.Setting(name) for name in names}
+    # All of the listener's, so that the flags of `run` can be given as they are.
+    files = ("tls_cert_file", "tls_key_file", "client_ca_file", "bearer_token_file", "basic_auth_file")
+    known = {f"web.{name}": configuration.Setting(f"web.{name}") for name in ("host", "port", *files)}
     reading = configuration.read(rest, invocation.environ, known, partial=True)
     if reading.faults:
         raise configuration.BadConfiguration(reading.faults)
@@ -398,7 +427,8 @@ def _demo(invocation: Invocation) -> int:
         scenarios = demo.chosen(options.scenario)
     except KeyError as unknown:
         parser.error(f"--scenario {unknown.args[0]}: not a scenario; `stallwatch demo --list` shows them")
-    logs.configure("warning", "auto", stream=invocation.stderr)
+    # What stalls is in the line that the demo prints; a log beside it would tear that apart.
+    logs.configure("error", "auto", stream=invocation.stderr)
     shown = demo.DemoOptions(scenarios, options.target_port, options.port, options.laps)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
@@ -444,6 +474,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "run": Command("Watch one vLLM server, export metrics, record stalls.", _run),
     "demo": Command("Show what stallwatch does, beside a simulated vLLM.", _demo),
     "simulate": Command("Serve a simulated vLLM: scenarios with a known truth.", _simulate),
+    "check": Command("Say whether a server can be watched, how well, and what would make it better.", _check),
+    "probe": Command("Time one stream of a server, token by token.", _probe),
+    "replay": Command("Judge a recording or an incident bundle again.", _replay),
     "healthcheck": Command("Ask a running stallwatch whether it is alive.", _healthcheck),
     "hash-password": Command("Hash a password for web.basic_auth_file.", _hash_password),
     "metrics": Command("Print the reference of every exported metric.", _metrics),

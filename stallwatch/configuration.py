@@ -646,6 +646,9 @@ def _file_faults(settings: "Settings", given: Mapping[str, Given]) -> Iterator[F
     directory, pause = settings.recorder.directory, settings.canary.pause_file
     if directory is not None and _is(directory, "file"):
         yield _file_fault("recorder.directory", given, "is a file", "give a directory; it is made when missing")
+    recording = settings.recorder.file
+    if recording is not None and _is(recording, "directory"):
+        yield _file_fault("recorder.file", given, "is a directory", "give the path of a file, which need not exist")
     if pause is not None and _is(pause, "directory"):
         yield _file_fault("canary.pause_file", given, "is a directory", "give the path of a file, which need not exist")
 

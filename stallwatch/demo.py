@@ -189,10 +189,20 @@ def verdict(findings: Findings, at: float) -> str:
     window = engine.canary.windows[-1]
     parts = [
         f"open gap {_seconds(engine.canary.open_gap)}",
-        f"p50 {_seconds(window.itl.get(0.5))} p99 {_seconds(window.itl.get(0.99))}",
+        f"p99 {_seconds(window.itl.get(0.99))}",
         f"time-weighted p95 {_seconds(window.time_weighted.get(0.95))}",
-        f"missed {engine.missed_seconds:.1f} s of {engine.judged_seconds:.0f} s",
     ]
+    work = engine.work
+    if work is not None:
+        prefill = "-" if work.per_step_mean is None else f"{work.per_step_mean:.0f}"
+        parts.append(f"prefill {prefill} tokens/step")
+        parts.append("interference " + ("-" if work.interference_mean is None else f"{work.interference_mean:.2f}"))
+    stall = engine.stalls.open
+    if stall is not None:
+        parts.append(f"STALL {stall.duration(findings.at):.0f} s: {stall.cause}")
+    elif engine.stalls.closed:
+        last = engine.stalls.closed[0]
+        parts.append(f"last stall {last.duration(findings.at):.0f} s: {last.cause}")
     return " | ".join([head, *parts])
 
 

@@ -16,10 +16,14 @@ from prometheus_client.samples import Exemplar
 
 import stallwatch
 from stallwatch import catalogue as c
+from stallwatch.analysis.causes import Cause, StallKind
+from stallwatch.analysis.episodes import StallsView
 from stallwatch.analysis.findings import CanaryView, EngineFindings, Findings
 from stallwatch.analysis.histogram import HistogramState
 from stallwatch.analysis.itl import LatencyWindow
 from stallwatch.analysis.phase import Phase
+from stallwatch.analysis.prefill import LADDER, Evidence
+from stallwatch.analysis.work import WorkView
 from stallwatch.catalogue import Kind, Spec
 from stallwatch.health import Health
 from stallwatch.observations import CLOCK_EVENT_REASONS, Failure, Outcome, SkipReason
@@ -113,7 +117,10 @@ def _put_engine(page: Page, seen: EngineFindings, findings: Findings) -> None:
     page.put(c.READER_WAIT, seen.engine_wait_max, engine, "engine")
     page.put(c.SLO_SECONDS, seen.judged_seconds, engine)
     page.put(c.SLO_MISSED_SECONDS, seen.missed_seconds, engine)
+    _put_stalls(page, seen.stalls, engine)
     page.put(c.STEP_AGE, seen.step_age, engine)
+    if seen.work is not None:
+        _put_work(page, seen.work, engine)
     page.put(c.ENGINE_STEPS, seen.steps, engine)
     page.put(c.DECODE_TOKENS, seen.decode_tokens, engine)
     page.put(c.ENGINE_PREEMPTIONS, seen.preemptions, engine)
@@ -124,6 +131,54 @@ def _put_engine(page: Page, seen: EngineFindings, findings: Findings) -> None:
     page.put(c.ENGINE_KV_USAGE, seen.counters.kv_usage if seen.counters else None, engine)
     if findings.model_name is not None or findings.version is not None:
         page.put(c.ENGINE_INFO, 1, engine, findings.version or "", findings.model_name or "")
+
+
+def _put_stalls(page: Page, seen: StallsView, engine: str) -> None:
+    for kind in StallKind:
+        page.put(c.STALL_ACTIVE, seen.open is not None and seen.open.kind is kind, engine, kind)
+        page.put_histogram(c.STALL_DURATION, seen.durations[kind], engine, kind)
+    page.put(c.STALL_ACTIVE_SECONDS, seen.active_seconds, engine)
+    for cause in Cause:
+        if seen.open is not None:
+            page.put(c.STALL_CURRENT_CAUSE, seen.open.cause is cause, engine, cause)
+        page.put(c.STALL_SECONDS, seen.seconds[cause], engine, cause)
+    for (kind, cause), count in seen.counts.items():
+        page.put(c.STALLS, count, engine, kind, cause)
+    page.put(c.READER_SECONDS_LOST, seen.reader_seconds, engine)
+
+
+def _put_work(page: Page, seen: WorkView, engine: str) -> None:
+    for evidence in LADDER:
+        if evidence is not Evidence.UNKNOWN and seen.prefill_totals:
+            page.put(c.PREFILL_TOKENS, seen.prefill_totals.get(evidence, 0.0), engine, evidence)
+    page.put(c.PREFILL_PER_STEP, seen.per_step_mean, engine, seen.evidence, "mean")
+    page.put(c.PREFILL_PER_STEP, seen.per_step_max, engine, seen.evidence, "max")
+    if seen.step_prefill is not None:
+        page.put_histogram(c.STEP_PREFILL, seen.step_prefill, engine)
+    for phase, durations in seen.step_seconds.items():
+        page.put_histogram(c.STEP_DURATION, durations, engine, phase)
+    page.put(c.DECODE_BASELINE, seen.baseline, engine)
+    page.put(c.DECODE_BASELINE_REFERENCE, seen.baseline_reference, engine)
+    page.put(c.INTERFERENCE_RATIO, seen.interference_mean, engine, "mean")
+    page.put(c.INTERFERENCE_RATIO, seen.interference_p95, engine, "p95")
+    page.put(c.INTERFERENCE_SHARE, seen.interference_share, engine)
+    page.put(c.INTERFERENCE_SECONDS, seen.interference_seconds, engine)
+    page.put(c.PREFILL_BACKLOG, seen.backlog, engine)
+    page.put(c.PREFILL_BACKLOG_ETA, seen.backlog_eta, engine)
+    page.put(c.SPEC_ACCEPTANCE, seen.acceptance, engine)
+    model, budget = seen.model, seen.budget
+    if model is not None:
+        page.put(c.STEP_MODEL, model.base, engine, "a")
+        page.put(c.STEP_MODEL, model.per_decoder, engine, "c")
+        for q, seconds in model.per_token.items():
+            page.put(c.STEP_MODEL, seconds, engine, f"b{q * 100:.0f}")
+        page.put(c.STEP_MODEL, model.per_token_start, engine, "b0")
+        page.put(c.STEP_MODEL, model.per_token_context, engine, "b1")
+        page.put(c.STEP_MODEL_R2, model.r2, engine)
+    if budget is not None:
+        page.put(c.PREFILL_BUDGET, budget.tokens, engine)
+        page.put(c.PREFILL_BUDGET_CONTEXT, budget.context_min, engine, "min")
+        page.put(c.PREFILL_BUDGET_CONTEXT, budget.context_max, engine, "max")
 
 
 def _put_canary(page: Page, seen: CanaryView, engine: str) -> None:
@@ -230,6 +285,9 @@ def _put_ourselves(page: Page, findings: Findings, health: Health, settings: Set
     page.put(c.OBSERVER_LAG, findings.observer_lag)
     page.put(c.OBSERVER_EXCLUDED, findings.observer_excluded)
     page.put(c.OBSERVER_THROTTLED, findings.observer_throttled)
+    page.put(c.INCIDENTS_WRITTEN, health.writing.incidents_written)
+    page.put(c.INCIDENTS_FAILED, health.writing.incidents_failed)
+    page.put(c.RECORDING_FAILURES, health.writing.recording_failures)
     page.put(c.CANARY_ENABLED, settings.canary.enabled)
     if settings.canary.enabled:
         for outcome in Outcome:

@@ -24,10 +24,20 @@ class SourceState:
 
 
 @dataclass(slots=True)
+class Writing:
+    """What became of what the recorder wrote; counts since the start."""
+
+    incidents_written: int = 0
+    incidents_failed: int = 0
+    recording_failures: int = 0
+
+
+@dataclass(slots=True)
 class Health:
     """Remembers how every source does."""
 
     sources: dict[Source, SourceState] = field(default_factory=dict)
+    writing: Writing = field(default_factory=Writing)
     failures: Counter[tuple[Source, Failure]] = field(default_factory=Counter)
 
     def polled(self, poll: Poll) -> None:

@@ -488,8 +488,15 @@ class RecorderSettings(Room):
     max_bytes: Annotated[int, BeforeValidator(_bytes)] = Field(
         256 * 1024 * 1024,
         ge=1024 * 1024,
-        description="Bytes that incident bundles may take together; the oldest go first.",
+        description="Bytes that incident bundles may take together, where the oldest go first; and as many that the "
+        "file of `recorder.file` may take, which then ends.",
         json_schema_extra=_default_is("256MiB"),
+    )
+    file: Path | None = Field(
+        None,
+        description="File that everything observed is appended to, to be judged again by `stallwatch replay`; "
+        "compressed if its name ends in `.gz`. `stallwatch run --record FILE` is the same.",
+        json_schema_extra=_default_is("none is written"),
     )
 
 

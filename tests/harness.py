@@ -3,16 +3,17 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from stallwatch.analysis.findings import EngineFindings, Findings
 from stallwatch.app import Sidecar
 from stallwatch.observations import Observation, PollFailure
+from stallwatch.recorder.scribe import InlineScribe
 from stallwatch.settings import Settings
 from stallwatch.simulator.driver import driver_of
 from stallwatch.simulator.scenario import Scenario
@@ -21,6 +22,9 @@ from stallwatch.simulator.server import SERVER, SimulatedServer, create_app
 from tests import virtual
 
 T = TypeVar("T")
+
+
+Beside = Callable[[SimulatedServer], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -65,18 +69,25 @@ def watch(
     seconds: float | None = None,
     sample_every: float = 1.0,
     lead: float = 0.0,
+    beside: Beside | None = None,
     **rooms: object,
 ) -> Watched:
     """Runs the sidecar beside a scenario in virtual time; `rooms` are settings as nested mappings.
 
-    `lead` lets the sidecar start that many seconds before the scenario.
+    `lead` lets the sidecar start that many seconds before the scenario. `beside` plays what else there is on the host.
+    Where the scenario says that the observer is late, the loop stands still for as long.
     """
     chosen = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
-    return virtual.run(_watch(chosen, seconds or chosen.duration, sample_every, lead, rooms))
+    return virtual.run(_watch(chosen, seconds or chosen.duration, sample_every, lead, beside, rooms))
 
 
 async def _watch(
-    scenario: Scenario, seconds: float, sample_every: float, lead: float, rooms: dict[str, object]
+    scenario: Scenario,
+    seconds: float,
+    sample_every: float,
+    lead: float,
+    beside: Beside | None,
+    rooms: dict[str, object],
 ) -> Watched:
     loop = asyncio.get_running_loop()
     began = time.perf_counter()
@@ -89,7 +100,12 @@ async def _watch(
     rooms = {**rooms, "engine": {"url": f"http://127.0.0.1:{port}", **rooms.get("engine", {})}}  # type: ignore[dict-item]
     settings = Settings.model_validate({"host": {"enabled": False}, **rooms})
     sidecar = _Recording(
-        settings, clock=loop.time, rng=random.Random(7), nvml=driver_of(app[SERVER]), run_blocking=inline
+        settings,
+        clock=loop.time,
+        rng=random.Random(7),
+        nvml=driver_of(app[SERVER]),
+        run_blocking=inline,
+        scribe=InlineScribe(),
     )
     watched = Watched(sidecar, app[SERVER], loop.time(), sidecar.seen)
     async with sidecar.tasks() as plan:
@@ -98,8 +114,11 @@ async def _watch(
             await asyncio.sleep(lead)
             app[SERVER].restart_clock()
             watched.origin = loop.time()
+        tasks.append(asyncio.create_task(_stand_still(scenario, watched.origin), name="lateness"))
+        if beside is not None:
+            tasks.append(asyncio.create_task(beside(app[SERVER]), name="beside"))
         end = loop.time() + seconds
-        while loop.time() < end and not any(task.done() for task in tasks):
+        while loop.time() < end and not any(task.done() for task in tasks if task.get_name() != "lateness"):
             await asyncio.sleep(min(sample_every, end - loop.time()))
             watched.findings.append(sidecar.monitor.findings(loop.time()))
         for task in tasks:
@@ -110,6 +129,15 @@ async def _watch(
     await runner.cleanup()
     watched.wall = time.perf_counter() - began
     return watched
+
+
+async def _stand_still(scenario: Scenario, origin: float) -> None:
+    """Lets the loop be late as if something had blocked it, the server's side of it too."""
+    loop = asyncio.get_running_loop()
+    for lag in scenario.observer_lag:
+        await asyncio.sleep(origin + lag.at - loop.time())
+        if isinstance(loop, virtual.VirtualLoop):
+            loop.stand_still(lag.seconds)
 
 
 def column(found: Sequence[Findings], name: str, engine: str = "0") -> list[object]:

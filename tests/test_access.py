@@ -54,6 +54,15 @@ class Shown:
     def status(self) -> Mapping[str, Any]:
         return {}
 
+    def stalls(self) -> Mapping[str, Any]:
+        return {"stalls": []}
+
+    def stall(self, wanted: str) -> Mapping[str, Any] | None:
+        return {"id": wanted} if wanted == "0-1" else None
+
+    def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
+        return lambda: {"seconds": seconds}
+
     def alive(self) -> bool:
         return True
 

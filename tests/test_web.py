@@ -26,6 +26,15 @@ class Shown:
     def status(self) -> Mapping[str, Any]:
         return {"target": {"phase": "serving"}}
 
+    def stalls(self) -> Mapping[str, Any]:
+        return {"stalls": []}
+
+    def stall(self, wanted: str) -> Mapping[str, Any] | None:
+        return {"id": wanted} if wanted == "0-1" else None
+
+    def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
+        return lambda: {"slots": int(seconds * 4), "engines": {"0": {"running": [1.0, None]}}}
+
     def alive(self) -> bool:
         return self.beating
 
@@ -97,6 +106,24 @@ def test_status_is_json() -> None:
 
         assert answer.content_type == "application/json"
         assert json.loads(await answer.text())["target"]["phase"] == "serving"
+
+    ask(talk)
+
+
+def test_timeline_is_columns_of_json() -> None:
+    """The timeline comes as JSON, over as many seconds as were asked for; what is no number of them is refused."""
+
+    async def talk(client: Client, _: Shown) -> None:
+        answer = await client.get("/api/v1/timeline?seconds=30")
+        everything = await client.get("/api/v1/timeline")
+
+        assert answer.content_type == "application/json"
+        assert json.loads(await answer.text()) == {"slots": 120, "engines": {"0": {"running": [1.0, None]}}}
+        assert json.loads(await everything.text())["slots"] == 3600
+        for wrong in ("0", "-1", "nan", "inf", "7201", "soon", ""):
+            refused = await client.get("/api/v1/timeline", params={"seconds": wrong})
+            assert refused.status == 400, wrong
+            assert "seconds: write a number" in json.loads(await refused.text())["error"]
 
     ask(talk)
 

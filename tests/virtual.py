@@ -36,6 +36,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
 
+    def stand_still(self, seconds: float) -> None:
+        """Lets time pass in which nothing runs, as a callback that blocks does."""
+        self._jumping.now += seconds
+
     def time(self) -> float:
         return self._jumping.now
 

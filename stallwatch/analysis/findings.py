@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stallwatch.analysis.episodes import StallsView
 from stallwatch.analysis.gpu import GpuSpan
 from stallwatch.analysis.histogram import HistogramState
 from stallwatch.analysis.itl import LatencyWindow
 from stallwatch.analysis.phase import Phase
+from stallwatch.analysis.work import WorkView
 from stallwatch.observations import EngineCounters, GpuSample, HostSample, Outcome, SkipReason
 
 
@@ -47,6 +49,8 @@ class EngineFindings:
     counters: EngineCounters | None  # the last values known, field by field; None when no scrape succeeded lately
     canary_running: int
     canary_waiting: int
+    stalls: StallsView
+    work: WorkView | None = None  # None while the engine was not seen to work
 
     @property
     def requests(self) -> Mapping[str, float]:

@@ -7,11 +7,14 @@ asked for, so that a recorded list of observations gives the same findings bit f
 from collections import Counter
 from dataclasses import dataclass, field
 
+from stallwatch.analysis.episodes import StallNews
 from stallwatch.analysis.findings import Findings
 from stallwatch.analysis.gpu import GpuHistory
 from stallwatch.analysis.observer import ObserverHistory
 from stallwatch.analysis.phase import PhaseWatch
+from stallwatch.analysis.stalls import StallLimits
 from stallwatch.analysis.streams import WAIT_WINDOW, Objectives
+from stallwatch.analysis.surroundings import Surroundings
 from stallwatch.analysis.watch import EngineWatch, Freshness
 from stallwatch.observations import (
     CanarySkipped,
@@ -43,12 +46,14 @@ class Monitor:
     objectives: Objectives
     freshness: Freshness
     persistent: bool = False
+    limits: StallLimits = field(default_factory=StallLimits)
     engines: dict[str, EngineWatch] = field(default_factory=dict)
     life: PhaseWatch = field(default_factory=PhaseWatch)
     facts: ServerFacts | None = None
     gpus: GpuHistory = field(default_factory=GpuHistory)
     host: HostSample | None = None
     observer: ObserverHistory = field(default_factory=ObserverHistory)
+    around: Surroundings = field(init=False)
     _missing: frozenset[str] = frozenset()
     _outcomes: Counter[Outcome] = field(default_factory=Counter)
     _skipped: Counter[SkipReason] = field(default_factory=Counter)
@@ -56,6 +61,9 @@ class Monitor:
     _canary_success: float | None = None
     _home: dict[int, str] = field(default_factory=dict)  # engine of each open stream
     _throttled: float | None = None
+
+    def __post_init__(self) -> None:
+        self.around = Surroundings(self.gpus, self.observer)
 
     def observe(self, seen: Observation) -> None:
         """Takes one observation; observations come in the order of their times."""
@@ -66,6 +74,8 @@ class Monitor:
                 self._scraped(seen)
             case ServerFacts():
                 self.facts = seen
+                for engine, watch in self.engines.items():
+                    watch.work.cache = seen.caches.get(engine)
             case StreamOpened():
                 self._home[seen.stream] = seen.engine
                 self._watch(seen.engine).stream_opened(seen)
@@ -80,11 +90,14 @@ class Monitor:
                 self._skipped[seen.reason] += 1
             case GpuSample():
                 self.gpus.add(seen)
+                self.around.sampled(seen)
             case HostSample():
                 self.host = seen
+                self.around.read_host(seen)
             case PollFailure():
                 if seen.source is Source.ENGINE:
                     self.life.failed(seen)
+                    self.around.failed(seen)
 
     def findings(self, now: float) -> Findings:
         """Everything there is to say at `now`."""
@@ -110,6 +123,14 @@ class Monitor:
             host=host if host is not None and now - host.at <= _HARDWARE_HOLDS else None,
         )
 
+    def news(self) -> tuple[StallNews, ...]:
+        """What became of stalls since this was asked last, in the order of engines and times."""
+        told: list[StallNews] = []
+        for _, watch in sorted(self.engines.items()):
+            told += watch.stalls.ledger.news
+            watch.stalls.ledger.news.clear()
+        return tuple(told)
+
     @property
     def slow(self) -> bool:
         """Whether the last scrape showed readers of any engine waiting longer than promised."""
@@ -124,12 +145,14 @@ class Monitor:
 
     def _scraped(self, seen: EngineSample) -> None:
         if self.life.answered(seen):
+            self.around.restarted(seen.at)
             for watch in self.engines.values():
-                watch.restart()
+                watch.restart(seen.at)
         self._missing = (self._missing - _asked(seen)) | seen.missing
         for engine, counters in seen.engines.items():
             if engine in self.engines or len(self.engines) < MOST_ENGINES:
                 self._watch(engine).scraped(seen, counters)
+        self.around.answered(seen.at)
 
     def _closed(self, seen: StreamClosed) -> None:
         self._outcomes[seen.outcome] += 1
@@ -142,7 +165,11 @@ class Monitor:
     def _watch(self, engine: str) -> EngineWatch:
         watch = self.engines.get(engine)
         if watch is None:
-            watch = EngineWatch(engine, self.objectives, self.observer, self.freshness, self.persistent)
+            watch = EngineWatch(
+                engine, self.objectives, self.observer, self.freshness, self.persistent, self.around, self.limits
+            )
+            if self.facts is not None:
+                watch.work.cache = self.facts.caches.get(engine)
             self.engines[engine] = watch
         return watch
 

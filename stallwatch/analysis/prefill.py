@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import Final
 
 from stallwatch.analysis.balance import BalanceEstimator, BalanceInterval
@@ -20,6 +21,8 @@ from stallwatch.observations import Buckets, CacheFacts, EngineCounters
 _PATIENCE: Final = 3
 """Intervals in which the engine made steps and a rung's figures stood still, after which the rung is given up."""
 _PACE_SAMPLES: Final = 64
+_TOO_FAST: Final = 6.0
+"""Times the typical pace above which a sample's tokens and seconds are not of the same step."""
 
 
 class Evidence(StrEnum):
@@ -152,18 +155,21 @@ class _Pace:
         """Seconds for the next `backlog` tokens from `position`."""
         if backlog <= 0:
             return 0.0
-        total = sum(tokens for _, tokens, _ in self._seen)
-        if total <= 0:
+        if not self._seen:
             return None
-        mean_x = sum(x * n for x, n, _ in self._seen) / total
-        mean_y = sum(y * n for _, n, y in self._seen) / total
-        spread = sum(n * (x - mean_x) ** 2 for x, n, _ in self._seen)
+        # Under async scheduling a prompt shows itself while the step before its first chunk ends: far too fast a pace.
+        least = median(y for _, _, y in self._seen) / _TOO_FAST
+        seen = [(x, n, y) for x, n, y in self._seen if y >= least]
+        total = sum(n for _, n, _ in seen)
+        mean_x = sum(x * n for x, n, _ in seen) / total
+        mean_y = sum(y * n for _, n, y in seen) / total
+        spread = sum(n * (x - mean_x) ** 2 for x, n, _ in seen)
         slope = 0.0
-        if len(self._seen) >= 3 and spread > 0:
-            slope = max(0.0, sum(n * (x - mean_x) * (y - mean_y) for x, n, y in self._seen) / spread)
-            slope *= (len(self._seen) - 2) / (len(self._seen) - 1)  # few points make a steep line of noise
+        if len(seen) >= 3 and spread > 0:
+            slope = max(0.0, sum(n * (x - mean_x) * (y - mean_y) for x, n, y in seen) / spread)
+            slope *= (len(seen) - 2) / (len(seen) - 1)  # few points make a steep line of noise
         middle = position + backlog / 2
-        return backlog * max(mean_y + slope * (middle - mean_x), min(y for _, _, y in self._seen) / 2)
+        return backlog * max(mean_y + slope * (middle - mean_x), min(y for _, _, y in seen) / 2)
 
 
 class PrefillLadder:

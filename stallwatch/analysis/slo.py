@@ -47,6 +47,10 @@ class SecondsIndicator:
         self._judged.add(start, end)
         self._missed.add(start, end)
 
+    def judged_within(self, start: float, end: float) -> float:
+        """Seconds of [start, end] for which there was a verdict, as far as remembered."""
+        return self._judged.within(start, end)
+
     def missed_within(self, start: float, end: float) -> float:
         """Missed seconds of [start, end], as far as remembered."""
         return self._missed.within(start, end)

@@ -11,8 +11,11 @@ from stallwatch.analysis.observer import ObserverHistory
 from stallwatch.analysis.phase import Phase
 from stallwatch.analysis.readers import ReadersView
 from stallwatch.analysis.slo import SecondsIndicator, allowed_gap
+from stallwatch.analysis.stalls import StallLimits, StallWatch
 from stallwatch.analysis.steps import StepInterval, StepWatch
 from stallwatch.analysis.streams import WAIT_WINDOW, Objectives, StreamsWatch
+from stallwatch.analysis.surroundings import Surroundings
+from stallwatch.analysis.work import EngineWork
 from stallwatch.observations import EngineCounters, EngineSample, StreamClosed, StreamOpened, StreamTokens
 
 LATENCY_WINDOW = 300.0  # seconds
@@ -38,10 +41,14 @@ class EngineWatch:
     observer: ObserverHistory
     freshness: Freshness
     persistent: bool
+    around: Surroundings
+    limits: StallLimits = field(default_factory=StallLimits)
     slow: bool = False  # the last scrape showed readers waiting longer than promised
     indicator: SecondsIndicator = field(default_factory=SecondsIndicator)
     streams: StreamsWatch = field(init=False)
     known: EngineCounters | None = None  # the last known value of every field
+    work: EngineWork = field(default_factory=EngineWork)
+    stalls: StallWatch = field(init=False)
     _steps: StepWatch = field(default_factory=StepWatch)
     _readers: ReadersView = field(init=False)
     _waits: RecentMaximum = field(default_factory=lambda: RecentMaximum(WAIT_WINDOW))
@@ -59,27 +66,42 @@ class EngineWatch:
         windows = tuple(GapWindow(seconds) for seconds in lengths)
         self.streams = StreamsWatch(self.objectives, self.indicator, self.observer, windows)
         self._readers = ReadersView(LATENCY_WINDOW, self.objectives.itl)
+        self.stalls = StallWatch(self.engine, self.limits, self.around, self.work.baseline.seconds)
 
     def scraped(self, sample: EngineSample, counters: EngineCounters) -> None:
         """Takes what one scrape said of this engine."""
         if self.known is not None and was_reset(self.known, counters):
-            self.restart()
+            self.restart(sample.at)
         interval = self._steps.scraped(counters, sample.sent_at, sample.at)
         self.known = counters if self.known is None else _updated(self.known, counters)
         self._scraped_at = sample.at
         self._count(counters)
         self._readers.scraped(sample.at, counters.itl_buckets)
+        prefill = self.work.last
+        self.work.scraped(counters, sample.at)
+        self.stalls.scraped(
+            sample,
+            counters,
+            interval,
+            self.work.last if self.work.last is not prefill else None,
+            decoders=self._steps.decoders,
+            progressed_at=self._steps.progressed_at,
+        )
         self.slow = interval is not None and self._judge(interval, sample)
 
-    def restart(self) -> None:
-        """The server is another process now: its counters start over, our totals do not."""
+    def restart(self, at: float) -> None:
+        """The server was seen at `at` to be another process: its counters start over, our totals do not."""
+        self.stalls.restart(at)
         self.known = None
         self._steps.restart()
         self._growth.forget()
+        self.work.restart()
 
     def stream_opened(self, seen: StreamOpened) -> None:
         """One of our requests was sent to this engine."""
         self.streams.opened(seen)
+        self.stalls.stream_opened(seen)
+        self.work.stream_opened(seen.stream)
 
     def stream_tokens(self, seen: StreamTokens) -> None:
         """Tokens of our own arrived."""
@@ -89,20 +111,27 @@ class EngineWatch:
             self._readers.own_gap(Gap(stream.since, seen.at, seen.tokens))
         else:
             self._decode.own(seen.tokens - 1)
+        self.work.stream_answered(seen.stream)
+        self.stalls.stream_tokens(seen)
         self.streams.tokens(seen)
 
     def stream_closed(self, seen: StreamClosed) -> None:
         """One of our streams ended."""
         self.streams.closed(seen)
+        self.stalls.stream_closed(seen)
+        computed = None
         if seen.prompt_tokens is not None:
             cached = min(seen.cached_tokens or 0, seen.prompt_tokens)
-            self._computed.own(seen.prompt_tokens - cached)
+            computed = seen.prompt_tokens - cached
+            self._computed.own(computed)
             self._cached.own(cached)
+        self.work.stream_closed(seen.stream, computed)
 
     def tick(self, now: float, phase: Phase) -> None:
         """Moves every live number on to `now`."""
         before, self._ticked_at = self._ticked_at, now
         self.streams.tick(now)
+        self.stalls.tick(now, phase)
         if before is not None and self._has_verdict(now, phase):
             self.indicator.judge(before, now)
 
@@ -114,6 +143,8 @@ class EngineWatch:
         age = self._steps.age() if fresh else None
         waits = [wait for wait in (self._waits.at(now), age if self._decoding() else None) if wait is not None]
         readers = self._readers.at(now)
+        stalls = self.stalls.view(now)
+        frozen = stalls.closed if stalls.open is None else (stalls.open, *stalls.closed)
         return EngineFindings(
             engine=self.engine,
             canary=self.streams.view(now) if seen_canary else None,
@@ -133,6 +164,14 @@ class EngineWatch:
             counters=known,
             canary_running=sum(stream.decoding for stream in self.streams.open.values()),
             canary_waiting=sum(not stream.decoding for stream in self.streams.open.values()),
+            stalls=stalls,
+            work=self.work.view(
+                now,
+                objective=self.objectives.itl,
+                fresh=fresh,
+                stalls=[(stall.start, now if stall.end is None else stall.end) for stall in frozen],
+                judged=self.indicator.judged_within(now - LATENCY_WINDOW, now),
+            ),
         )
 
     def _judge(self, interval: StepInterval, sample: EngineSample) -> bool:
@@ -141,7 +180,7 @@ class EngineWatch:
         if interval.mean_itl is not None:
             self._waits.add(sample.at, interval.mean_itl)
             if interval.mean_itl > allowed_gap(interval.tokens_per_sample or 1.0, self.objectives.itl):
-                self.indicator.miss(interval.since, interval.until)
+                self.indicator.miss(interval.itl_since, interval.until)
                 missed = True
         if self._decoding() and interval.silence > 0:
             self._waits.add(sample.at, interval.silence)

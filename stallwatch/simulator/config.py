@@ -32,6 +32,8 @@ class EngineConfig:
     acceptance: float = 0.7
     acceptance_changes: tuple[tuple[float, float], ...] = ()
     """From a time on, another share of drafts is accepted."""
+    model_runner_v2: bool = True
+    """vLLM's choice wherever it has Triton; the other runner tells recomputed tokens as decoded ones."""
     serial_transfers: bool = False
     admission_closed: tuple[tuple[float, float], ...] = ()
     """Spans in which a miscounted reservation lets nobody in."""
@@ -66,6 +68,7 @@ CPU_REFERENCE = EngineConfig(
     num_gpu_blocks=8192,
     block_size=128,
     async_scheduling=False,
+    model_runner_v2=False,
     cost=TINY_ON_TWO_CORES,
 )
 """The settings under which the real vLLM was watched on a CPU, where its scheduling is always synchronous."""

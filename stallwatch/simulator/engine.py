@@ -52,7 +52,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request at the next step boundary; its tokens in flight are dropped."""
+        """Ends a request before the outputs of the step under way are looked at; its tokens in flight are dropped."""
         self.scheduler.abort(request)
 
     def abort_all(self) -> list[Request]:
@@ -89,12 +89,14 @@ class Engine:
         return self._executing.end if self._executing else None
 
     def finish(self) -> Outcome:
-        """Ends the step under way: hands out its tokens, starts the planned one, and takes the queued inputs."""
+        """Ends the step under way: hands out its tokens, takes the queued inputs, and starts the planned one."""
         if self._executing is None:
             raise RuntimeError("no step is under way")
         done = self._executing
         self._executing = None
         self._may_plan = True
+        # Those who left while the step was computed are gone in its figures already, as in vLLM's engine core.
+        self.scheduler.take_aborts()
         outputs = self.scheduler.hand_out(done.plan, done.end)
         stats = self.scheduler.snapshot(done.end)
         step = replace(
@@ -118,6 +120,7 @@ class Engine:
         decode = [s for s in plan.slots if s.decode]
         again = [s for s in prefill if s.request.recomputing]
         fresh = [s for s in prefill if not s.request.recomputing]
+        told = [s for s in plan.slots if s.told_as_prefill]
         context = sum(s.context for s in decode)
         if plan.wake_at is None:
             by_cause, elapsed = self._price(now, fresh, again, decodes=len(decode), context=context)
@@ -131,6 +134,8 @@ class Engine:
             prefill_tokens=sum(s.tokens for s in prefill),
             recompute_tokens=sum(s.tokens for s in again),
             prefill_requests=len(prefill),
+            told_prefill_tokens=sum(s.tokens for s in told),
+            told_prefill_requests=len(told),
             decode_tokens=sum(s.tokens for s in decode),
             decode_requests=len(decode),
             context=context,

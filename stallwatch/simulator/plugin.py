@@ -90,12 +90,14 @@ class StepFamilies:
     def observe(self, step: Step) -> None:
         """Takes a step that has ended into account."""
         base = labels(engine=step.rank)
-        phase = "decode" if not step.prefill_tokens else "mixed" if step.decode_tokens else "prefill"
-        values = {"n": 1.0, "p": float(step.prefill_tokens), "d": float(step.decode_tokens), "t": step.seconds}
+        prefill = step.told_prefill_tokens
+        decode = step.prefill_tokens + step.decode_tokens - prefill
+        phase = "decode" if not prefill else "mixed" if decode else "prefill"
+        values = {"n": 1.0, "p": float(prefill), "d": float(decode), "t": step.seconds}
         self._prefill.observe(base, values["p"])
         self._decode.observe(base, values["d"])
         self._duration.observe(labels(engine=step.rank, phase=phase), step.seconds)
-        self._chunks.add(base, step.prefill_requests)
+        self._chunks.add(base, step.told_prefill_requests)
         for term in _TERMS:
             product = values[term[0]] * (values[term[1]] if len(term) == 2 else 1.0)
             self._moments.add(labels(engine=step.rank, phase=phase, term=term), product)

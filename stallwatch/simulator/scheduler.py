@@ -20,7 +20,10 @@ _IDLE_TICK = 0.02
 
 @dataclass(slots=True)
 class Slot:
-    """The share of one request in a step; `epoch` tells whether it was preempted since."""
+    """The share of one request in a step; `epoch` tells whether it was preempted since.
+
+    `decode` says what was computed, `told_as_prefill` what vLLM calls it in its own figures of a step.
+    """
 
     request: Request
     tokens: int
@@ -29,6 +32,7 @@ class Slot:
     decode: bool
     drafts: int
     epoch: int
+    told_as_prefill: bool
 
 
 @dataclass(slots=True)
@@ -75,7 +79,7 @@ class Scheduler:
         self._added.append(request)
 
     def abort(self, request: Request) -> None:
-        """Ends a request at the next boundary."""
+        """Ends a request when aborts are taken next."""
         if request.state is not State.FINISHED:
             self._aborted.append(request)
 
@@ -86,11 +90,16 @@ class Scheduler:
             if self.config.enable_prefix_caching:
                 extend_chain(request.chain, request.prompt, block_size=self.config.block_size, salt=request.salt)
             self._enqueue(request)
-        while self._aborted:
-            request = self._aborted.popleft()
-            if request.state is not State.FINISHED:
+        self.take_aborts()
+
+    def take_aborts(self) -> None:
+        """Ends the requests whose clients have gone; one that has not been read yet is ended after it was."""
+        unread = [request for request in self._aborted if request in self._added]
+        for request in self._aborted:
+            if request.state is not State.FINISHED and request not in unread:
                 self._drop(request)
                 request.finish_reason = FinishReason.ABORT
+        self._aborted = deque(unread)
 
     def _enqueue(self, request: Request, *, at_head: bool = False) -> None:
         if self.config.policy is Policy.PRIORITY:
@@ -197,11 +206,15 @@ class Scheduler:
         request.preemptions += 1
         self._enqueue(request, at_head=True)
 
-    def _advance(self, request: Request, tokens: int) -> Slot:
+    def _advance(self, request: Request, tokens: int, *, admitted: bool = False) -> Slot:
         context = request.computed
         # A request that has said nothing yet, or that recomputes, is prefilling; all else is decoding.
         decode = context >= request.prompt_tokens and tokens <= 1 + self.config.num_speculative_tokens
-        decode = decode and bool(request.output or request.placeholders)
+        silent = not (request.output or request.placeholders)
+        decode = decode and not silent
+        # vLLM calls it decoding once a request has said something, even when a preempted one is computed again; only
+        # the newer of its two model runners takes the first chunk of one that comes back for a new prompt.
+        told_as_prefill = silent or (admitted and (self.config.model_runner_v2 or not request.preemptions))
         target = request.known_tokens + request.placeholders
         drafts = max(0, context + tokens - target)
         emits = context + tokens >= target
@@ -209,7 +222,7 @@ class Scheduler:
         if emits:
             request.placeholders += 1 + drafts
         self._remember(request)
-        return Slot(request, tokens, context, emits, decode, drafts, request.preemptions)
+        return Slot(request, tokens, context, emits, decode, drafts, request.preemptions, told_as_prefill)
 
     def _remember(self, request: Request) -> None:
         if not self.config.enable_prefix_caching:
@@ -288,7 +301,7 @@ class Scheduler:
                 request.scheduled_at = now
             self._running.append(request)
             budget -= wanted
-            scheduled[request.id] = self._advance(request, wanted)
+            scheduled[request.id] = self._advance(request, wanted, admitted=True)
         return Blocked.BUDGET if self._waiting else Blocked.NOTHING
 
     def _blocks_short(self, request: Request, tokens: int) -> int:

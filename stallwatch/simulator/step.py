@@ -19,7 +19,11 @@ class Blocked(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One engine step, complete: the ground truth. Queue figures are those after its outputs were processed."""
+    """One engine step, complete: the ground truth. Queue figures are those after its outputs were processed.
+
+    `told_prefill_tokens` and `_requests` are what vLLM itself tells of the step: without what is computed again for
+    requests that had said something already.
+    """
 
     index: int
     rank: int
@@ -28,6 +32,8 @@ class Step:
     prefill_tokens: int = 0
     recompute_tokens: int = 0
     prefill_requests: int = 0
+    told_prefill_tokens: int = 0
+    told_prefill_requests: int = 0
     decode_tokens: int = 0
     decode_requests: int = 0
     emitted_tokens: int = 0

@@ -7,6 +7,8 @@ that is watched hangs. Text is rendered in a thread: milliseconds on the loop wo
 import asyncio
 import errno
 import gzip
+import json
+import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,6 +28,8 @@ from stallwatch.web.tls import Certificates
 log = structlog.get_logger()
 
 _MAX_BODY = 16 * 1024  # we take no bodies; a client that sends one is told so before it is read
+_TIMELINE_SECONDS = 900.0
+_MOST_TIMELINE_SECONDS = 7200.0
 _RENDERS = 2  # pages that are rendered at once, whoever asks
 _SHUTDOWN = 1.0  # seconds that requests under way are given
 _LIMITS = Limits()
@@ -42,6 +46,15 @@ class Views(Protocol):
     def status(self) -> Mapping[str, Any]:
         """What `/api/v1/status` says now, ready for JSON."""
 
+    def stalls(self) -> Mapping[str, Any]:
+        """What `/api/v1/stalls` says now, ready for JSON."""
+
+    def stall(self, wanted: str) -> Mapping[str, Any] | None:
+        """What `/api/v1/stalls/{id}` says now; None when no such stall is remembered."""
+
+    def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
+        """What `/api/v1/timeline` says of the last `seconds`, by a call that may be made in a thread."""
+
     def alive(self) -> bool:
         """Whether the loop turns and the heartbeat is fresh."""
 
@@ -55,15 +68,18 @@ def create_app(
     async def metrics(request: web.Request) -> web.Response:
         shown = views.families()
         accept = request.headers.get("Accept", "")
+        return await rendered(request, lambda: exporter.render(shown, accept))
+
+    async def rendered(request: web.Request, render: Callable[[], tuple[bytes, str]]) -> web.Response:
         takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
 
-        def render() -> tuple[bytes, str]:
-            body, content_type = exporter.render(shown, accept)
+        def packed() -> tuple[bytes, str]:
+            body, content_type = render()
             # Level 1 costs a twentieth of the default level and a page still shrinks tenfold.
             return gzip.compress(body, compresslevel=1) if takes_gzip else body, content_type
 
         async with rendering:
-            body, content_type = await run_blocking(render)
+            body, content_type = await run_blocking(packed)
         encoding = {"Content-Encoding": "gzip"} if takes_gzip else {}
         return web.Response(body=body, headers={"Content-Type": content_type, **encoding})
 
@@ -76,9 +92,33 @@ def create_app(
     async def status(_: web.Request) -> web.Response:
         return web.json_response(views.status())
 
+    async def stalls(_: web.Request) -> web.Response:
+        return web.json_response(views.stalls())
+
+    async def stall(request: web.Request) -> web.Response:
+        found = views.stall(request.match_info["id"])
+        if found is None:
+            return web.json_response({"error": "no such stall is remembered"}, status=404)
+        return web.json_response(found)
+
+    async def timeline(request: web.Request) -> web.Response:
+        asked = request.query.get("seconds", f"{_TIMELINE_SECONDS:g}")
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= _MOST_TIMELINE_SECONDS:
+            problem = f"seconds: write a number above 0 and up to {_MOST_TIMELINE_SECONDS:g}"
+            return web.json_response({"error": problem}, status=400)
+        document = views.timeline(seconds)
+        return await rendered(
+            request, lambda: (json.dumps(document(), separators=(",", ":")).encode(), "application/json")
+        )
+
     async def index(_: web.Request) -> web.Response:
         return web.Response(
-            text=f"stallwatch {stallwatch.__version__}\n\n/metrics\n/api/v1/status\n/livez\n/readyz\n",
+            text=f"stallwatch {stallwatch.__version__}\n\n/metrics\n/api/v1/status\n/api/v1/stalls\n"
+            "/api/v1/timeline?seconds=900\n/livez\n/readyz\n",
         )
 
     middlewares = (patience, only_reading) if guard is None else (patience, only_reading, guard.middleware())
@@ -89,6 +129,9 @@ def create_app(
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/api/v1/status", status)
+    app.router.add_get("/api/v1/timeline", timeline)
+    app.router.add_get("/api/v1/stalls", stalls)
+    app.router.add_get("/api/v1/stalls/{id}", stall)
     return app
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import stallwatch
 from stallwatch.analysis.findings import EngineFindings, Findings
 from stallwatch.analysis.itl import LatencyWindow
+from stallwatch.analysis.work import WorkView
 from stallwatch.health import Health
 from stallwatch.settings import Settings
 
@@ -61,6 +62,7 @@ def _engine(seen: EngineFindings) -> Mapping[str, Any]:
         "decoders": _rounded(seen.decoders),
         "slo": {"judged_seconds": _rounded(seen.judged_seconds), "missed_seconds": _rounded(seen.missed_seconds)},
         "readers": _window(seen.readers) if seen.readers else None,
+        "steps": _work(seen.work) if seen.work else None,
         "reader_wait_max_seconds": {
             "engine": _rounded(seen.engine_wait_max),
             "canary": _rounded(seen.canary.wait_max) if seen.canary else None,
@@ -70,6 +72,50 @@ def _engine(seen: EngineFindings) -> Mapping[str, Any]:
         else {
             "open_gap_seconds": _rounded(seen.canary.open_gap),
             "windows": [_window(window) for window in seen.canary.windows],
+        },
+    }
+
+
+def _work(seen: WorkView) -> Mapping[str, Any]:
+    model, budget = seen.model, seen.budget
+    return {
+        "evidence": seen.evidence,
+        "scheduled_prefill_tokens": {evidence: round(total) for evidence, total in seen.prefill_totals.items()},
+        "prefill_tokens_per_step": {"mean": _rounded(seen.per_step_mean), "max": _rounded(seen.per_step_max)},
+        "backlog": {"tokens": _rounded(seen.backlog), "eta_seconds": _rounded(seen.backlog_eta)},
+        "decode_baseline_seconds": _rounded(seen.baseline),
+        "decode_baseline_reference_seconds": _rounded(seen.baseline_reference),
+        "interference": {
+            "ratio": {"mean": _rounded(seen.interference_mean), "p95": _rounded(seen.interference_p95)},
+            "share": _rounded(seen.interference_share),
+            "seconds": _rounded(seen.interference_seconds),
+        },
+        "spec_acceptance": _rounded(seen.acceptance),
+        "step_model": None
+        if model is None
+        else {
+            "a": model.base,
+            "c": model.per_decoder,
+            "b": {f"{q:g}": seconds for q, seconds in model.per_token.items()},
+            "b0": model.per_token_start,
+            "b1": model.per_token_context,
+            "r2": _rounded(model.r2),
+            "steps_with_prefill": model.mixed_steps,
+            "context_tokens": [model.context_min, model.context_max],
+        },
+        "prefill_budget": None
+        if budget is None
+        else {
+            "tokens": budget.tokens,
+            "objective_seconds": budget.objective,
+            "decoders": budget.decoders,
+            "context_tokens": [budget.context_min, budget.context_max],
+            "extrapolated": budget.extrapolated,
+            "max_num_batched_tokens": {
+                "advised": budget.batched_tokens,
+                "now": seen.token_budget,
+                "at_least_max_num_seqs": budget.max_num_seqs,
+            },
         },
     }
 
