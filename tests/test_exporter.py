@@ -1,6 +1,7 @@
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
@@ -8,6 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from stallwatch import exporter
 from stallwatch.analysis.findings import Findings
+from stallwatch.analysis.histogram import Histogram
+from stallwatch.analysis.prefill import Evidence
+from stallwatch.analysis.step_model import PrefillBudget, StepModelView
+from stallwatch.analysis.work import PHASES, TOKEN_EDGES, WorkView
 from stallwatch.app import monitor_for
 from stallwatch.catalogue import CATALOGUE
 from stallwatch.health import Health
@@ -52,7 +57,10 @@ def busy() -> tuple[Findings, Health]:
             monitor.observe(sample(at, step))
     monitor.observe(StreamClosed(at, 1, Outcome.COMPLETED, prompt_tokens=20, cached_tokens=0))
     monitor.observe(StreamOpened(at, 2, "0", "stallwatch-canary-2"))
+    monitor.observe(StreamOpened(at, 3, "0", "stallwatch-canary-3"))
+    monitor.observe(StreamTokens(at, 3, 1))
     monitor.observe(ObserverSample(at + 0.25, 0.001, 0.1))
+    monitor.observe(ObserverSample(at + 2.5, 0.001, 0.1))  # the gap of stream 3 is a stall that is going on
     port = RdmaPort(
         device="mlx5_0",
         port="1",
@@ -71,7 +79,9 @@ def busy() -> tuple[Findings, Health]:
     for source in Source:
         health.polled(Poll(source, at - 0.01, at, None))
     health.polled(Poll(Source.GPU, at, at, PollFailure(at, Source.GPU, Failure.UNAVAILABLE, "no driver")))
-    return monitor.findings(at + 0.3), health
+    found = monitor.findings(at + 2.6)
+    first, *others = found.engines
+    return replace(found, engines=(replace(first, work=work()), *others)), health
 
 
 def sample(at: float, step: int) -> EngineSample:
@@ -99,6 +109,51 @@ def sample(at: float, step: int) -> EngineSample:
         engines={"0": counters, "1": counters},
         missing=frozenset({"spec_draft_tokens"}),
         asleep=False,
+    )
+
+
+def work() -> WorkView:
+    """What is said of an engine whose every figure is known."""
+    model = StepModelView(
+        base=0.03,
+        per_decoder=0.0005,
+        per_token={0.5: 0.0004, 0.9: 0.0005, 0.95: 0.0006},
+        per_token_start=0.0004,
+        per_token_context=4e-9,
+        r2=0.99,
+        mixed_steps=60,
+        context_min=32.0,
+        context_max=60_000.0,
+    )
+    budget = PrefillBudget(
+        tokens=109,
+        objective=0.1,
+        decoders=3.0,
+        context_min=32.0,
+        context_max=60_000.0,
+        extrapolated=False,
+        batched_tokens=112,
+        max_num_seqs=16,
+    )
+    return WorkView(
+        evidence=Evidence.BALANCE,
+        prefill_totals={Evidence.BALANCE: 60_000.0},
+        per_step_mean=400.0,
+        per_step_max=2_045.0,
+        step_prefill=Histogram(TOKEN_EDGES).state(),
+        step_seconds={phase: Histogram().state() for phase in PHASES},
+        baseline=0.031,
+        baseline_reference=0.03,
+        interference_mean=0.5,
+        interference_p95=9.0,
+        interference_seconds=30.0,
+        interference_share=0.2,
+        backlog=12_000.0,
+        backlog_eta=20.0,
+        model=model,
+        budget=budget,
+        token_budget=2_048,
+        acceptance=0.7,
     )
 
 
@@ -198,4 +253,4 @@ def test_one_engine_stays_small() -> None:
 
     assert len(findings.engines) == 2
     assert len(health.sources) == 4
-    assert len(lines) < 400
+    assert len(lines) < 900
