@@ -12,6 +12,7 @@ PROGRAMS = {
     "prometheus": "prometheus",
     "prometheus-alertmanager": "prometheus-alertmanager",
     "cc": "gcc",
+    "nginx": "nginx-light",
 }
 # library that vLLM's CPU build loads -> Debian package
 LIBRARIES = {"numa": "libnuma1"}

@@ -110,7 +110,10 @@ class DecodeLine:
 
     def seconds(self, decoders: float) -> float | None:
         """A step with so many decoders and no prefill; None where nothing of the kind was seen."""
-        fit = self.fit
+        return self.along(self.fit, decoders)
+
+    def along(self, fit: tuple[float, float | None] | None, decoders: float) -> float | None:
+        """The same by a fit that was just made, for many at once."""
         if fit is None:
             return None
         base, slope = fit

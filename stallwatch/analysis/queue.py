@@ -1,10 +1,10 @@
 """How long requests wait to be let in, from the queue's length alone.
 
 Nobody tells how long a request in vLLM's queue has waited until it leaves. But who leaves shows as a first token, and
-what the queue's length does not explain by these has joined: the age of the oldest is then known, if the first to join
-is the first to leave. Requests that are deferred (their KV cache is on its way) are passed by others, so they are counted
-by their own number alone. A request that leaves the batch of a full KV cache and joins the queue in the same interval
-was thrown out; it goes to the head and is told apart, since it is a reader in the middle of an answer.
+what the queue's length does not explain by these has joined: the age of the oldest is then known, if the first to
+join is the first to leave. Requests that are deferred (their KV cache is on its way) are passed by others, so they
+are counted by their own number alone. A request that leaves the batch of a full KV cache and joins the queue in the
+same interval was thrown out; it goes to the head and is told apart, since it is a reader in the middle of an answer.
 """
 
 from collections import deque

@@ -23,7 +23,7 @@ LEAST_MIXED: Final = 50
 """Steps with prefill below which there is no budget."""
 LEAST_R2: Final = 0.5
 """Share of the variance of step times below which the model explains too little to advise."""
-_SAMPLES: Final = 512
+_SAMPLES: Final = 256
 _LEAST_CONTEXT_SAMPLES: Final = 5
 _LEAST_CHUNKS: Final = 3.0
 """Chunks that the contexts seen must span before the cost of context can be told from noise."""
@@ -182,8 +182,9 @@ class StepModel:
     def _costs(self) -> list[tuple[MixedSteps, float]]:
         """Each sample with its b, as the line stands now."""
         costs = []
+        fit = self._line.fit
         for sample in self._mixed:
-            base = self._line.seconds(sample.decode / sample.steps)
+            base = self._line.along(fit, sample.decode / sample.steps)
             if base is not None:
                 # A slow step weighs by its decoders, so all the excess is put on those of the steps with prefill.
                 costs.append((sample, (sample.waited - sample.decode * base) / sample.beside / sample.prefill))
@@ -197,11 +198,11 @@ class StepModel:
         if not costs:
             return None
         typical = _quantile(costs, 0.5)
-        line = self._line
+        line, fit = self._line, self._line.fit
         n, t, tt = line.n, line.t, line.tt
         error = line.squared_error()
         for sample, cost in costs:
-            base, chunk = line.seconds(sample.beside) or 0.0, sample.prefill / max(1.0, sample.mixed)
+            base, chunk = line.along(fit, sample.beside) or 0.0, sample.prefill / max(1.0, sample.mixed)
             mean = base + cost * chunk
             n, t, tt = n + sample.mixed, t + sample.mixed * mean, tt + sample.mixed * mean * mean
             if start is None or slope is None or sample.context is None:
