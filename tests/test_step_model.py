@@ -120,12 +120,19 @@ def test_quantiles_weigh_tokens_not_steps() -> None:
 class TestBudget:
     def test_is_what_the_objective_leaves(self) -> None:
         """floor((D - a - c*d) / b95), with the decodes beside it for the server's setting."""
-        budget = taught().budget(0.1)
+        budget = taught(chunk=200.0).budget(0.1)
 
         assert budget is not None
         assert budget.tokens == int((0.1 - A - 4 * C) / B)
         assert budget.decoders == 4
         assert budget.batched_tokens == budget.tokens + 4
+
+    def test_leaves_headroom_for_chunks_far_smaller_than_those_seen(self) -> None:
+        """What a step costs whatever its chunk is shared by fewer tokens then, and was never seen."""
+        budget = taught(chunk=2_000.0).budget(0.1)
+
+        assert budget is not None
+        assert budget.tokens == int(0.9 * int((0.1 - A - 4 * C) / B))
 
     def test_not_less_than_vllm_accepts(self) -> None:
         """A token budget below max_num_seqs is refused by vLLM: the advice says so."""
