@@ -6,9 +6,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTING := $(VENV)/.testing
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-vllm test-long check bench lock docs tools clean
+.PHONY: help demo test test-vllm test-container test-long check bench lock docs tools clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -e 's/:.*## /\t/' | expand -t 12
@@ -23,24 +24,33 @@ $(READY): requirements/dev.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+# Programs that judge manifests, charts and the image's recipe: 150 MB, which the demo does without.
+$(TESTING): $(READY) requirements/deploy.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/deploy.txt
+	@touch $@
+
 demo: $(READY) ## a simulated vLLM, stallwatch beside it, and where to look (Ctrl-C ends it)
 	$(BIN)/stallwatch demo $(DEMO_ARGS)
 
 tools: $(READY) # programs that the tests run: installed when we may, named when not
 	@$(BIN)/python tests/tools.py
 
-test: $(READY) tools check ## all tests that need no real vLLM
-	$(BIN)/pytest -m 'not vllm and not long' $(PYTEST_ARGS)
+test: $(TESTING) tools check ## all tests that need no real vLLM and no containers
+	$(BIN)/pytest -m 'not vllm and not container and not long' $(PYTEST_ARGS)
 
-test-vllm: $(READY) tools ## against a real vLLM on the CPU (builds its environment once: 4 GB)
+test-vllm: $(TESTING) tools ## against a real vLLM on the CPU (builds its environment once: 4 GB)
 	$(PYTHON) tests/vllm/environment.py
 	$(BIN)/pytest -m 'vllm and not long' $(PYTEST_ARGS)
 
-test-long: $(READY) tools ## sweeps, soaks and full matrices
+test-container: $(TESTING) tools ## builds the image and runs it under a pod's limits (makes a base image once: 600 MB)
+	$(BIN)/python tests/container/environment.py
+	$(BIN)/pytest -m 'container and not long' $(PYTEST_ARGS)
+
+test-long: $(TESTING) tools ## sweeps, soaks and full matrices
 	$(PYTHON) tests/vllm/environment.py
 	$(BIN)/pytest -m long $(PYTEST_ARGS)
 
-check: $(READY) ## lint and types
+check: $(TESTING) ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -54,8 +64,13 @@ lock: $(READY) ## pins the requirements anew
 		--output-file requirements/runtime.txt pyproject.toml
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 		--group dev --output-file requirements/dev.txt pyproject.toml
+	for group in build deploy; do \
+		$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+			--constraint requirements/dev.txt --group pyproject.toml:$$group --output-file requirements/$$group.txt || exit 1; \
+	done
 
-docs: $(READY) ## writes what is generated: the metric reference and the configuration reference
+docs: $(READY) ## writes what is generated: the metric and the configuration reference, the list of dashboards
+	$(BIN)/python deploy/build.py
 	$(BIN)/python -m tests.docs --update
 
 clean: ## removes the environment and what tests left

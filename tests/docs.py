@@ -4,24 +4,27 @@ import sys
 from pathlib import Path
 
 from stallwatch import catalogue, configuration
+from stallwatch.simulator import scenarios
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- metrics:begin -->", "<!-- metrics:end -->"
 
 
 def generated() -> dict[Path, str]:
     """Every file that has a generated part, with what it must hold."""
     reference = catalogue.reference("markdown")
+    simulator = ROOT / "docs" / "simulator.md"
     return {
-        **{page: _between(page, reference) for page in (ROOT / "README.md", ROOT / "docs" / "metrics.md")},
+        simulator: _between(simulator, scenarios.reference_markdown(), "scenarios"),
+        **{page: _between(page, reference, "metrics") for page in (ROOT / "README.md", ROOT / "docs" / "metrics.md")},
         ROOT / "docs" / "configuration.md": configuration.reference_markdown(),
     }
 
 
-def _between(page: Path, text: str) -> str:
-    head, _, rest = page.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+def _between(page: Path, text: str, what: str) -> str:
+    begin, end = f"<!-- {what}:begin -->", f"<!-- {what}:end -->"
+    head, _, rest = page.read_text().partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{text}\n{end}{tail}"
 
 
 def main() -> int:

@@ -91,7 +91,9 @@ async def _watch(
 ) -> Watched:
     loop = asyncio.get_running_loop()
     began = time.perf_counter()
-    app = create_app(scenario, clock=loop.time)
+    origin = loop.time() + lead
+    # Until the scenario begins its time stands still, so that nothing of it is played twice.
+    app = create_app(scenario, clock=lambda: max(loop.time(), origin))
     runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -107,13 +109,11 @@ async def _watch(
         run_blocking=inline,
         scribe=InlineScribe(),
     )
-    watched = Watched(sidecar, app[SERVER], loop.time(), sidecar.seen)
+    watched = Watched(sidecar, app[SERVER], origin, sidecar.seen)
     async with sidecar.tasks() as plan:
         tasks = [asyncio.create_task(task, name=name) for name, task in plan.items()]
         if lead:
-            await asyncio.sleep(lead)
-            app[SERVER].restart_clock()
-            watched.origin = loop.time()
+            await asyncio.sleep(origin - loop.time())
         tasks.append(asyncio.create_task(_stand_still(scenario, watched.origin), name="lateness"))
         if beside is not None:
             tasks.append(asyncio.create_task(beside(app[SERVER]), name="beside"))

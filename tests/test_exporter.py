@@ -8,6 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from stallwatch import exporter
+from stallwatch.analysis.causes import Cause, StallKind
 from stallwatch.analysis.findings import Findings
 from stallwatch.analysis.histogram import Histogram
 from stallwatch.analysis.prefill import Evidence
@@ -201,6 +202,20 @@ def test_every_metric_of_the_catalogue_can_appear() -> None:
     shown = {sample.name for family in read_text(page()) for sample in family.samples}
 
     assert [spec.name for spec in CATALOGUE if not spec.series & shown] == []
+
+
+def test_stalls_by_kind_and_cause_begin_at_zero() -> None:
+    """Every combination is there before the first stall; a cause of the present one only while there is one."""
+    samples = [sample for family in read_text(page()) for sample in family.samples]
+    counted = {
+        (s.labels["kind"], s.labels["cause"]): s.value
+        for s in samples
+        if s.name == "stallwatch_stalls_total" and s.labels["engine"] == "1"
+    }
+    present = {s.labels["engine"] for s in samples if s.name == "stallwatch_stall_current_cause"}
+
+    assert counted == {(kind, cause): 0 for kind in StallKind for cause in Cause}
+    assert present == {"0"}
 
 
 def test_promtool_accepts_the_page() -> None:

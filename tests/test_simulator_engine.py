@@ -11,6 +11,7 @@ from stallwatch.simulator.config import CPU_REFERENCE, EngineConfig, Policy
 from stallwatch.simulator.cost import Cause, Disturbances, Pause, Slowdown, StepCost
 from stallwatch.simulator.drive import play
 from stallwatch.simulator.engine import Engine
+from stallwatch.simulator.kv import BlockPool
 from stallwatch.simulator.load import Arrival, Load, Users
 from stallwatch.simulator.request import FinishReason, Request, State, synthetic_prompt
 from stallwatch.simulator.scenario import Scenario
@@ -257,6 +258,41 @@ def test_gauges_run_one_step_ahead_of_the_outputs_only_in_async_mode() -> None:
     assert [o.step.kv_used_blocks for o in ahead][:3] == [64, 96, 125]
 
 
+def test_after_idleness_the_first_step_is_planned_with_the_second() -> None:
+    """Asynchronous scheduling is a step ahead from the first step on, also when the engine had nothing to do before."""
+    engine = Engine(EngineConfig(max_num_batched_tokens=512, max_num_seqs=8))
+
+    idle = engine.begin(0.0)
+    engine.add(Request("r", synthetic_prompt(1, 2000), 2), 1.0)
+    engine.begin(1.0)
+
+    assert idle is None
+    assert engine.finish().step.kv_used_blocks == 64
+
+
+def test_blocks_that_were_never_full_are_reused_first() -> None:
+    """Of what a request gives back, the block that nobody can find again goes first, before blocks never used."""
+    pool = BlockPool(10)
+    taken = pool.take(3)
+    for block in taken[:2]:
+        pool.remember(block, bytes([block]))
+    pool.release(taken)
+
+    assert pool.take(2) == [taken[2], 4]
+
+
+def test_throwing_somebody_out_takes_no_time_of_its_own() -> None:
+    """A plan without a token runs no model: between the outputs around it lies nothing but their own steps."""
+    config = EngineConfig(
+        max_num_seqs=2, max_num_batched_tokens=128, max_model_len=120, num_gpu_blocks=31, block_size=4
+    )
+
+    engine, requests, _ = drive(config, [Plan(0, 50, 60, 1), Plan(0.01, 50, 60, 2)])
+
+    assert sum(r.preemptions for r in requests) > 0
+    assert all(step.seconds == 0 for step in engine.empty_steps if step.preempted)
+
+
 def test_out_of_blocks_the_last_running_request_is_thrown_out_and_recomputed() -> None:
     """The victim goes to the head of the queue, nobody is admitted in that step, and its tokens are computed again."""
     config = EngineConfig(max_num_seqs=8, max_model_len=320, num_gpu_blocks=31, async_scheduling=False)
@@ -287,6 +323,30 @@ def test_an_abort_takes_effect_when_the_step_ends() -> None:
 
     assert len(engine.steps) == 2
     assert requests[0].finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(False, id="sync"), pytest.param(True, id="async")])
+def test_who_leaves_during_a_step_is_gone_in_its_figures(ahead: bool) -> None:  # noqa: FBT001
+    """The step that was under way counts neither the request nor its blocks, and hands out no token of it."""
+    config = EngineConfig(max_num_batched_tokens=512, max_num_seqs=8, async_scheduling=ahead)
+
+    _, _, outcomes = drive(config, [Plan(0, 10, 100, 2), Plan(0.1, 5000, 5, 1, abort_after=0.5)])
+
+    left = next(o for o in outcomes if o.step.start <= 0.6 < o.step.end)
+    assert left.stats.running == 1
+    assert left.step.kv_used_blocks <= 2
+    assert [(o.request.id, o.count) for o in left.outputs] == [("r0", 1)]
+    assert left.step.prefill_tokens == 511
+
+
+def test_a_request_that_leaves_before_it_was_read_computes_nothing() -> None:
+    """It arrives and goes within one step: read at the boundary and ended there."""
+    config = EngineConfig(max_num_batched_tokens=512, max_num_seqs=8, async_scheduling=False)
+
+    engine, requests, _ = drive(config, [Plan(0, 500, 3, 1), Plan(0.05, 700, 5, 2, abort_after=0.05)])
+
+    assert requests[1].finish_reason is FinishReason.ABORT
+    assert sum(s.prefill_tokens for s in engine.steps) == 500
 
 
 def test_disturbances_add_exactly_their_seconds() -> None:

@@ -110,6 +110,21 @@ def test_status_is_json() -> None:
     ask(talk)
 
 
+def test_stalls_are_json_together_and_one_by_one() -> None:
+    """All that are remembered, one by its id, and 404 for an id that is not."""
+
+    async def talk(client: Client, _: Shown) -> None:
+        together = await client.get("/api/v1/stalls")
+        one = await client.get("/api/v1/stalls/0-1")
+        other = await client.get("/api/v1/stalls/9-9")
+
+        assert json.loads(await together.text()) == {"stalls": []}
+        assert json.loads(await one.text()) == {"id": "0-1"}
+        assert (other.status, other.content_type) == (404, "application/json")
+
+    ask(talk)
+
+
 def test_timeline_is_columns_of_json() -> None:
     """The timeline comes as JSON, over as many seconds as were asked for; what is no number of them is refused."""
 

@@ -12,6 +12,7 @@ PROGRAMS = {
     "prometheus": "prometheus",
     "prometheus-alertmanager": "prometheus-alertmanager",
     "cc": "gcc",
+    "systemd-analyze": "systemd",
     "nginx": "nginx-light",
 }
 # library that vLLM's CPU build loads -> Debian package

@@ -5,7 +5,7 @@ cover its end. Until then its cause may change and late evidence may show that i
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
@@ -24,6 +24,7 @@ KEPT_STALLS: Final = 100
 _PATIENCE: Final = 10.0  # seconds that an episode that is over waits for evidence about its end
 _STALE: Final = 5.0  # seconds without news after which a source is not waited for
 _JUDGED_EVERY: Final = 1.0  # seconds between two provisional verdicts, more in long stalls
+_LATELY: Final = 60.0  # seconds that a provisional verdict looks back
 _LEAST_CULPRIT: Final = 128.0  # tokens: below that a prompt is nobody's culprit
 
 
@@ -165,6 +166,7 @@ class Ledger:
             estimated_at: When the last scrape of the estimator's lane was sent.
         """
         self._tell_late(now)
+        live = self._unsettled(live)
         episode = self.current
         if episode is not None:
             if not live and calm and now - episode.bad_until >= QUIET:
@@ -181,7 +183,7 @@ class Ledger:
     def view(self, live: Iterable[Gap]) -> StallsView:
         """The stalls, with `live` gaps open."""
         return StallsView(
-            open=None if self.current is None else self._stall(self.current, live),
+            open=None if self.current is None else self._stall(self.current, self._unsettled(live)),
             closed=tuple(reversed(self._closed)),
             active_seconds=self.spans.total,
             counts={(kind, cause): self._counts[kind, cause] for kind in StallKind for cause in Cause},
@@ -191,10 +193,10 @@ class Ledger:
         )
 
     def _join(self, gap: Gap, now: float, *, ended: bool) -> None:
-        start = max(gap.start, self._settled_until)
-        if gap.end <= start:
+        clipped = self._clipped(gap)
+        if clipped is None:
             return
-        gap = replace(gap, start=start, normal=gap.normal * (gap.end - start) / gap.seconds)
+        gap = clipped
         ending = self._ending
         if self.current is None and ending is not None and gap.start <= ending.bad_until + QUIET:
             # Evidence that came late shows that it was not over.
@@ -210,6 +212,16 @@ class Ledger:
         else:
             self.current.touch(gap)
         self.spans.add(self.current.start, self.current.bad_until)
+
+    def _unsettled(self, live: Iterable[Gap]) -> list[Gap]:
+        return [gap for gap in map(self._clipped, live) if gap is not None]
+
+    def _clipped(self, gap: Gap) -> Gap | None:
+        """The part of a gap that no settled stall has; None when there is none."""
+        start = max(gap.start, self._settled_until)
+        if gap.end <= start:
+            return None
+        return replace(gap, start=start, normal=gap.normal * (gap.end - start) / gap.seconds)
 
     def _evidence_is_in(self, episode: Episode, now: float, estimated_at: float | None) -> bool:
         end = episode.bad_until + LATE
@@ -252,8 +264,11 @@ class Ledger:
 
     def _frozen(self, episode: Episode, live: Iterable[Gap], now: float) -> Frozen:
         window = self.scene.engine
-        pieces = sorted([*episode.pieces.all(), *_fresh(episode.pieces, live)], key=lambda piece: piece.start)
         end = episode.bad_until
+        # While it goes on, what it comes down to is what it comes down to lately.
+        since = episode.start if episode.over else end - _LATELY
+        pieces = [*episode.pieces.after(since), *_fresh(episode.pieces, live)]
+        pieces.sort(key=lambda piece: piece.start)
         start = pieces[0].start if pieces else episode.start
         stretches = window.between(start, end + LATE if episode.over else max(end, now))
         self._look_for_culprit(episode, stretches)
@@ -280,7 +295,7 @@ class Ledger:
                 break
             episode.culprit = max(episode.culprit, stretch.admitted)
 
-    def _stall(self, episode: Episode, live: Iterable[Gap]) -> Stall:
+    def _stall(self, episode: Episode, live: Sequence[Gap]) -> Stall:
         seconds, reader_seconds = episode.seconds, episode.reader_seconds
         for piece in _fresh(episode.pieces, live):
             seconds += piece.excess
@@ -292,7 +307,7 @@ class Ledger:
             id=f"{self.engine}-{episode.number}",
             engine=self.engine,
             kind=episode.kind,
-            start=episode.start,
+            start=min([episode.start, *(gap.start for gap in live)]),
             end=episode.bad_until if episode.over else None,
             detected=episode.detected,
             seconds=seconds,

@@ -4,7 +4,7 @@ One freeze is seen by several witnesses: by a stream that stops, by counters tha
 booked at its end. Their gaps overlap, and a second counts once, whoever saw it first.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -88,6 +88,10 @@ class Pieces:
     def all(self) -> list[Piece]:
         """What is remembered."""
         return list(self._pieces)
+
+    def after(self, since: float) -> list[Piece]:
+        """Those that end after `since`."""
+        return self._pieces[bisect_right(self._pieces, since, key=lambda known: known.end) :]
 
     def add(self, gap: Gap) -> list[Piece]:
         """Takes a gap; the pieces of it that were not covered before."""

@@ -106,13 +106,9 @@ class QueueWatch:
         if self._victims.age(at) > threshold:
             start = at - self._victims.age(at)
             readers = self._victims.length
-            found.append(
-                Gap(start=start, end=at, kind=StallKind.DECODE, witness=Witness.VICTIM, readers=readers)
-            )
+            found.append(Gap(start=start, end=at, kind=StallKind.DECODE, witness=Witness.VICTIM, readers=readers))
         age = max(self._capacity.age(at), self._deferred.age(at))
         if age > ttft:
             readers = max(0.0, self._capacity.length + self._deferred.length - self._ours)
-            found.append(
-                Gap(start=at - age, end=at, kind=StallKind.ADMISSION, witness=Witness.QUEUE, readers=readers)
-            )
+            found.append(Gap(start=at - age, end=at, kind=StallKind.ADMISSION, witness=Witness.QUEUE, readers=readers))
         return found

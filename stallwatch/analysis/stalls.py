@@ -32,6 +32,9 @@ from stallwatch.observations import (
     StreamTokens,
 )
 
+_ANSWER: Final = 0.03
+"""Seconds by which an age is at least too low: it counts from an answer to a request, and a step that ended in between
+two polls is taken to have ended at the later one."""
 _UNKNOWN_FACTOR: Final = 4.0  # times the floor, while it is not known what is usual
 _PROGRESS_WINDOW: Final = 2.0  # seconds
 _LEAST_PROGRESS: Final = 1 / 3
@@ -293,7 +296,8 @@ class StallWatch:
             self.ledger.add(self._step_gap(start, max(start, interval.since), usual), at)
         # Begun inside a freeze, nothing tells who decodes: that requests run must do.
         waiting = before >= 0.5 or self.window.moved_at is None
-        if waiting and interval.silence > self.limits.above(usual) and progressed_at is not None:
+        above = interval.silence + _ANSWER > self.limits.above(usual)
+        if waiting and above and progressed_at is not None:
             self._standing = (progressed_at, sample.sent_at)
             self.ledger.touch(self._step_gap(progressed_at, sample.sent_at, usual), at)
         elif not interval.moved and interval.silence <= 0:

@@ -4,11 +4,13 @@ Bounded: each list keeps a quarter of an hour. Everything here is evidence about
 did is in `window`.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 from stallwatch.analysis.gpu import GpuHistory, is_busy
 from stallwatch.analysis.observer import ObserverHistory
@@ -16,7 +18,7 @@ from stallwatch.analysis.spans import SpanUnion
 from stallwatch.observations import Failure, GpuSample, HostSample, PollFailure
 
 _KEPT_SECONDS: Final = 900.0
-_KEPT_SAMPLES: Final = 8192
+_KEPT_SAMPLES: Final = 4500  # a quarter of an hour of GPU polls
 _RATES: Final = 300  # host intervals that make up what is usual
 _LEAST_RATES: Final = 5
 _BURST: Final = 10.0  # times the usual rate of a network counter
@@ -25,6 +27,9 @@ _LINK_FELL: Final = 0.9
 _ABSENT: Final = frozenset({Failure.REFUSED, Failure.DNS})
 _PAGE_HOLDS: Final = 3.0  # seconds for which an answered scrape says that the server is there
 _DOWN_AFTER: Final = 1.0  # seconds of nothing but refusals: one refusal may be a full backlog
+
+
+_Sample = TypeVar("_Sample", "_Gpus", "_Host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,8 @@ class Surroundings:
         self.errors = 0  # streams of ours that the server refused or broke, one after the other
         self._errors_since: float | None = None
         self._gpu_history = gpus
-        self._gpus: deque[_Gpus] = deque(maxlen=_KEPT_SAMPLES)
-        self._hosts: deque[_Host] = deque(maxlen=_KEPT_SAMPLES)
+        self._gpus: list[_Gpus] = []
+        self._hosts: list[_Host] = []
         self._down = SpanUnion(keep=_KEPT_SECONDS)
         self._answered: float | None = None
         self._last_host: HostSample | None = None
@@ -119,7 +124,7 @@ class Surroundings:
                 ratios.append(reading.sm_clock / usual)
         idle = None if not told or None in told else not any(told)
         drawn = [reading.power for reading in seen.gpus if reading.power is not None]
-        self._gpus.append(_Gpus(seen.at, idle, min(ratios, default=None), sum(drawn) if drawn else None))
+        _keep(self._gpus, _Gpus(seen.at, idle, min(ratios, default=None), sum(drawn) if drawn else None))
 
     def read_host(self, seen: HostSample) -> None:
         """Takes a reading of the host."""
@@ -136,7 +141,7 @@ class Surroundings:
         if seen.engine_throttled_seconds is not None and before.engine_throttled_seconds is not None:
             throttled = max(0.0, seen.engine_throttled_seconds - before.engine_throttled_seconds) / seconds
         network = self._network(before, seen, seconds)
-        self._hosts.append(_Host(before.at, seen.at, min(1.0, pressure), min(1.0, throttled), network))
+        _keep(self._hosts, _Host(before.at, seen.at, min(1.0, pressure), min(1.0, throttled), network))
 
     def answered(self, at: float) -> None:
         """The metrics page was read."""
@@ -199,7 +204,9 @@ class Surroundings:
 
     def gpus(self, start: float, end: float) -> GpuSpell:
         """The GPUs over (start, end]."""
-        picked = _between(self._gpus, start, end)
+        key = attrgetter("at")
+        first = bisect_right(self._gpus, start, key=key)
+        picked = self._gpus[first : bisect_right(self._gpus, end, first, key=key)]
         idle = [sample.idle for sample in picked if sample.idle is not None]
         ratios = [sample.ratio for sample in picked if sample.ratio is not None]
         power = [sample.power for sample in picked if sample.power is not None]
@@ -214,12 +221,11 @@ class Surroundings:
         """The host over [start, end]."""
         pressure = throttled = congested = covered = 0.0
         network = ""
-        for seen in reversed(self._hosts):
-            if seen.at <= start:
-                break
+        for index in range(bisect_right(self._hosts, start, key=attrgetter("at")), len(self._hosts)):
+            seen = self._hosts[index]
             overlap = min(seen.at, end) - max(seen.since, start)
             if overlap <= 0:
-                continue
+                break
             covered += overlap
             pressure += overlap * seen.pressure
             throttled += overlap * seen.throttled
@@ -271,11 +277,8 @@ def _rates_of(before: Mapping[str, float], after: Mapping[str, float], seconds: 
             yield name, (count - before[name]) / seconds
 
 
-def _between(samples: deque[_Gpus], start: float, end: float) -> list[_Gpus]:
-    picked = []
-    for sample in reversed(samples):
-        if sample.at <= start:
-            break
-        if sample.at <= end:
-            picked.append(sample)
-    return picked
+def _keep(samples: list[_Sample], new: _Sample) -> None:
+    """Appends; the older half goes now and then, when there are too many."""
+    samples.append(new)
+    if len(samples) > 2 * _KEPT_SAMPLES:
+        del samples[:_KEPT_SAMPLES]

@@ -17,6 +17,7 @@ from stallwatch.observations import Buckets, EngineCounters, EngineSample, Lane
 
 _KEPT_SECONDS: Final = 900.0
 _KEPT: Final = 4096
+_QUICK: Final = 0.05  # seconds of a step that needs no explanation, while it is not known what is usual
 _PACE_SAMPLES: Final = 64
 _LEAST_LOSS: Final = 0.1  # of a stretch, below which its pace is noise
 _LEAST_TOKENS: Final = 128  # of prefill in a stretch, below which its pace is noise
@@ -308,8 +309,9 @@ class EngineWindow:
         """Seconds in which decoders got nothing beyond the usual; `whole` is a slow step that all of them shared."""
         if steps is None:
             return None
-        if usual is None:
+        if usual is None and (not samples or itl is None):
             return 0.0 if self._decoders < 0.5 and not samples else None
+        usual = _QUICK if usual is None else usual
         beyond = max(0.0, at - self._since - steps * usual)
         if samples and itl is not None:
             # A request that was preempted brings one long sample of its own: no more than the whole stretch is lost.

@@ -77,6 +77,8 @@ class Engine:
             if in_flight >= depth or self.paused:
                 break
             if not self._executing:
+                # Also after idleness, when the last plan came to nothing, the first step is planned with the second.
+                self._may_plan = True
                 self.scheduler.take_inputs()
             plan = self.scheduler.schedule(now)
             if plan is None or (plan.wake_at is not None and in_flight):
@@ -122,10 +124,11 @@ class Engine:
         fresh = [s for s in prefill if not s.request.recomputing]
         told = [s for s in plan.slots if s.told_as_prefill]
         context = sum(s.context for s in decode)
-        if plan.wake_at is None:
+        if plan.slots:
             by_cause, elapsed = self._price(now, fresh, again, decodes=len(decode), context=context)
         else:
-            by_cause, elapsed = {}, Elapsed(max(now, plan.wake_at))
+            # A plan that only throws somebody out is over at once: no model runs for it.
+            by_cause, elapsed = {}, Elapsed(max(now, plan.wake_at or now))
         step = Step(
             index=self._ended,
             rank=self.rank,

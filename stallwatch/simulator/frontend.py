@@ -24,6 +24,8 @@ Sleeper = Callable[[float], Awaitable[object]]
 
 # How many seconds of ground truth a running server keeps.
 _MEMORY = 3600.0
+# A sleep below the grain of the loop's clock may end before any time has passed, and again and again.
+_GRAIN = 1e-6
 # An answer that nobody limited ends by itself after about this many tokens.
 _TYPICAL_ANSWER = 200
 
@@ -133,7 +135,7 @@ class SimulatedServer:
             await asyncio.get_running_loop().create_future()
         delay = (at - self.now) / self._speed
         if delay > 0:
-            await self._sleep(delay)
+            await self._sleep(max(delay, _GRAIN))
 
     def nudge(self) -> None:
         """Cuts the sleep of the stepping loop short when something is due earlier than it thinks."""

@@ -1,6 +1,7 @@
 """The KV cache as vLLM's block pool keeps it: references, a prefix cache by hash chain, least-recent eviction.
 
-Freed blocks keep their content until they are handed out again, so a later request may revive them. Block 0 is the
+Freed blocks keep their content until they are handed out again, so a later request may revive them; those that were
+never full are handed out first. Block 0 is the
 null block and never handed out; usage is therefore counted over `num_blocks - 1`.
 """
 
@@ -82,11 +83,21 @@ class BlockPool:
             self._holders.setdefault(digest, {})[block] = None
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drops one reference each; the tail of a request is evicted before its head."""
+        """Drops one reference each; the tail of a request is evicted before its head.
+
+        A block that nobody can find again is handed out next, before any that holds cached content.
+        """
+        unfindable: list[int] = []
         for block in reversed(list(blocks)):
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free[block] = None
+                if block in self._hash_of:
+                    self._free[block] = None
+                else:
+                    unfindable.append(block)
+        for block in reversed(unfindable):
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
 
     def reset_cache(self) -> None:
         """Forgets all cached content; what is referenced stays allocated."""

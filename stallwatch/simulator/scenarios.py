@@ -371,3 +371,13 @@ _ALL = (
 )
 
 SCENARIOS: Mapping[str, Scenario] = {scenario.name: scenario for scenario in _ALL}
+
+
+def reference_markdown() -> str:
+    """The table of all scenarios, for the documentation."""
+    lines = ["| scenario | what happens | seconds | true cause | kind of stall |", "|---|---|---:|---|---|"]
+    for name, scenario in SCENARIOS.items():
+        lines.append(
+            f"| `{name}` | {scenario.sentence} | {scenario.duration:.0f} | {scenario.cause} | {scenario.kind} |"
+        )
+    return "\n".join(lines)

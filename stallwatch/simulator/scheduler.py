@@ -221,13 +221,13 @@ class Scheduler:
         request.computed += tokens
         if emits:
             request.placeholders += 1 + drafts
-        self._remember(request)
+        self._remember(request, request.computed)
         return Slot(request, tokens, context, emits, decode, drafts, request.preemptions, told_as_prefill)
 
-    def _remember(self, request: Request) -> None:
+    def _remember(self, request: Request, computed: int) -> None:
         if not self.config.enable_prefix_caching:
             return
-        known = min(request.computed, request.known_tokens)
+        known = min(computed, request.known_tokens)
         size = self.config.block_size
         full = min(known // size, len(request.blocks))
         if full > request.remembered:
@@ -364,7 +364,8 @@ class Scheduler:
             request.append_output(count)
             reason = self._reason(request)
             if request.state is State.RUNNING:
-                self._remember(request)
+                # Of a step in flight nothing is findable yet beyond what it was planned with.
+                self._remember(request, request.computed - request.placeholders)
             if reason is not None:
                 self._drop(request)
                 request.finish_reason = reason

@@ -56,16 +56,18 @@ class Verdict:
 
 def attribute(stall: Frozen, scene: Scene) -> Verdict:
     """Judges one stall."""
-    if stall.seconds <= 0:
+    total = stall.seconds
+    if total <= 0:
         return Verdict()
+    scene.refresh()
     found = []
     for order, rule in enumerate(RULES):
         if stall.blind and not rule.early:
             continue
         evidence = rule.judge(stall, scene)
-        if evidence is not None and evidence.seconds > _LEAST_SHARE * stall.seconds:
+        if evidence is not None and evidence.seconds > _LEAST_SHARE * total:
             found.append((-round(evidence.seconds, 6), order, evidence))
     ranked = tuple(evidence for _, _, evidence in sorted(found, key=lambda entry: entry[:2]))
-    if ranked and ranked[0].seconds >= _HALF * stall.seconds - 1e-9:
+    if ranked and ranked[0].seconds >= _HALF * total - 1e-9:
         return Verdict(ranked[0].cause, ranked)
     return Verdict(Cause.UNKNOWN, ranked)

@@ -1,5 +1,6 @@
 """Rules about the scheduler: what it computed beside the readers, whom it threw out, whom it let in."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from stallwatch.analysis.attribution.frozen import LATE, SLOWEST, Frozen, Scene, Slice
@@ -20,14 +21,15 @@ def preemption(stall: Frozen, _: Scene) -> Evidence | None:
     The counter moves only when the victim speaks again, so a gap is looked at from its end.
     """
     seconds = 0.0
-    booked = sum(stretch.preemptions for stretch in stall.stretches)
+    thrown_out = [stretch for stretch in stall.stretches if stretch.preemptions > 0]
+    booked = sum(stretch.preemptions for stretch in thrown_out)
     for part in stall.slices:
         witness, stretch = part.piece.gap.witness, part.stretch
         if witness is Witness.VICTIM:
             seconds += part.seconds
         elif part.waits:
             continue
-        elif _ends_preempted(stall, part.piece) and witness in {Witness.SAMPLES, Witness.STREAM}:
+        elif _ends_preempted(thrown_out, part.piece) and witness in {Witness.SAMPLES, Witness.STREAM}:
             seconds += part.seconds - part.held
         if stretch is not None and part.held > 0 and _recomputes(stretch):
             seconds += part.held
@@ -114,12 +116,8 @@ def _behind_prefill(part: Slice, stretch: Stretch, scene: Scene) -> float:
     return min(part.seconds, _allowed(stretch, scene) * share)
 
 
-def _ends_preempted(stall: Frozen, piece: Piece) -> bool:
-    return any(
-        stretch.preemptions > 0
-        for stretch in stall.stretches
-        if stretch.until > piece.start and stretch.since < piece.gap.end + LATE
-    )
+def _ends_preempted(thrown_out: Sequence[Stretch], piece: Piece) -> bool:
+    return any(stretch.until > piece.start and stretch.since < piece.gap.end + LATE for stretch in thrown_out)
 
 
 def _recomputes(stretch: Stretch) -> bool:
@@ -146,7 +144,7 @@ def _chunk(stretch: Stretch, scene: Scene) -> float:
 
 def _undisturbed(part: Slice, scene: Scene) -> float:
     """The share of a slice that the GPU had for computing at its usual clock; 1 where nothing is known of it."""
-    spell = scene.around.gpus(part.start, part.end)
+    spell = scene.gpus(part.start, part.end)
     share = 1.0 if spell.idle is None else 1.0 - spell.idle
     if spell.ratio is not None and spell.ratio < _CLOCK_FELL:
         share *= spell.ratio

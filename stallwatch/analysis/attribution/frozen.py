@@ -1,12 +1,12 @@
 """A stall as rules see it: its seconds, cut where what is known of the engine changes."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from stallwatch.analysis.causes import StallKind
 from stallwatch.analysis.gaps import Piece, Witness
-from stallwatch.analysis.surroundings import Surroundings
+from stallwatch.analysis.surroundings import GpuSpell, Surroundings
 from stallwatch.analysis.window import EngineWindow, Stretch
 
 LATE: Final = 0.6
@@ -54,6 +54,11 @@ class Frozen:
         return sum(part.seconds for part in self.slices)
 
     @property
+    def slow(self) -> list[Stretch]:
+        """The stretches in which the engine has samples above the threshold of a stall."""
+        return [stretch for stretch in self.stretches if stretch.slow_samples > 0]
+
+    @property
     def pieces(self) -> list[Piece]:
         """The gaps, as far as none covers the other."""
         return list({id(part.piece): part.piece for part in self.slices}.values())
@@ -78,6 +83,18 @@ class Scene:
     engine: EngineWindow
     around: Surroundings
     hang_seconds: float
+    _spells: dict[tuple[float, float], GpuSpell] = field(default_factory=dict)
+
+    def gpus(self, start: float, end: float) -> GpuSpell:
+        """The GPUs over (start, end]: several rules ask the same."""
+        known = self._spells.get((start, end))
+        if known is None:
+            known = self._spells[start, end] = self.around.gpus(start, end)
+        return known
+
+    def refresh(self) -> None:
+        """More may be known now than when it was asked last."""
+        self._spells.clear()
 
 
 def cut(pieces: Sequence[Piece], stretches: Sequence[Stretch], *, end: float) -> list[Slice]:

@@ -1,6 +1,5 @@
 """Rules about the machine: clocks, an idle GPU, links, the host, an engine that does not step at all."""
 
-from collections.abc import Callable
 from typing import Final
 
 from stallwatch.analysis.attribution.frozen import SLOWEST, Frozen, Scene, Slice
@@ -19,7 +18,7 @@ def gpu_clock(stall: Frozen, scene: Scene) -> Evidence | None:
     """The clock was below what it usually is under work. Whatever reason bits say: capping is normal."""
     seconds, lowest = 0.0, 1.0
     for part, _ in stall.held():
-        ratio = scene.around.gpus(part.start, part.end).ratio
+        ratio = scene.gpus(part.start, part.end).ratio
         if ratio is not None and ratio < _CLOCK_FELL:
             seconds += min(part.held, (part.end - part.start) * (1.0 - ratio))
             lowest = min(lowest, ratio)
@@ -46,7 +45,7 @@ def host_pressure(stall: Frozen, scene: Scene) -> Evidence | None:
     for part, _ in stall.held():
         host = scene.around.host(part.start, part.end)
         if max(host.pressure, host.throttled) >= _PRESSURE:
-            idle = scene.around.gpus(part.start, part.end).idle
+            idle = scene.gpus(part.start, part.end).idle
             share = min(1.0, host.pressure + host.throttled)
             seconds += part.held * share * (1.0 if idle is None else idle)
             worst, throttled = max(worst, host.pressure), max(throttled, host.throttled)
@@ -81,33 +80,30 @@ def engine_hang(stall: Frozen, scene: Scene) -> Evidence | None:
 
 def gpu_idle(stall: Frozen, scene: Scene) -> Evidence | None:
     """Requests ran and the GPU had nothing to do: the host, a compilation, or communication held it up."""
-    seconds = _while(stall, lambda part, stretch: _idle(part, stretch, scene))
-    for specific in (interconnect(stall, scene), host_pressure(stall, scene)):
+    seconds = sum(part.held * _idle(part, stretch, scene) for part, stretch in stall.held())
+    if seconds <= 0:
+        return None
+    for specific in (interconnect(stall, scene), host_pressure(stall, scene), engine_hang(stall, scene)):
         seconds -= specific.seconds if specific is not None else 0.0
     if seconds <= 0:
         return None
     return Evidence(Cause.GPU_IDLE, seconds, f"the GPU idled for {seconds:.1f} s of it while requests were running")
 
 
-def _while(stall: Frozen, share: Callable[[Slice, Stretch], float]) -> float:
-    return sum(part.held * share(part, stretch) for part, stretch in stall.held())
-
-
 def _idle(part: Slice, stretch: Stretch, scene: Scene) -> float:
     if stretch.answered * _UNREAD < stretch.seconds:
         return 0.0
-    return scene.around.gpus(part.start, part.end).idle or 0.0
+    return scene.gpus(part.start, part.end).idle or 0.0
 
 
 def _stands_still(stretch: Stretch) -> bool:
-    """Whether hardly a step ended in it, and not because of prompts: none was open, and few tokens were computed."""
+    """Whether hardly a step ended in it, and not because of prompts."""
     lost = stretch.lost or 0.0
     if stretch.decoders < 0.5 or lost <= 0.5 * stretch.seconds:
         return False
-    if stretch.backlog is not None and stretch.backlog[0] > 0:
-        return False
-    # Requests that came during a freeze are let in at its end: their few tokens did not fill it.
-    return ((stretch.prefill or 0.0) + stretch.flown) * SLOWEST <= 0.5 * lost
+    # Requests that came during a freeze are let in at its end, our own prompt may be open: few tokens fill no freeze.
+    ahead = stretch.backlog[0] if stretch.backlog is not None else 0.0
+    return max(ahead, (stretch.prefill or 0.0) + stretch.flown) * SLOWEST <= 0.5 * lost
 
 
 def _silence(stretch: Stretch, stall: Frozen) -> float:
@@ -119,8 +115,8 @@ def _silence(stretch: Stretch, stall: Frozen) -> float:
 
 def _computes(stall: Frozen, scene: Scene) -> bool:
     """Whether the GPU drew as much power as before, so that it works on one enormous step."""
-    before = scene.around.gpus(stall.start - _BEFORE, stall.start)
-    during = scene.around.gpus(stall.start, stall.end)
+    before = scene.gpus(stall.start - _BEFORE, stall.start)
+    during = scene.gpus(stall.start, stall.end)
     if before.power is None or during.power is None or during.idle is None or before.idle is None:
         return False
     return during.idle < 0.5 and before.idle < 0.5 and during.power >= _WORKS * before.power
@@ -128,10 +124,10 @@ def _computes(stall: Frozen, scene: Scene) -> bool:
 
 def _waiting_share(part: Slice, stall: Frozen, scene: Scene) -> float:
     """The share of a slice in which the GPU idled or spun; 1 where nothing is known of it."""
-    during = scene.around.gpus(part.start, part.end)
+    during = scene.gpus(part.start, part.end)
     if during.idle is None:
         return 1.0
-    before = scene.around.gpus(stall.start - _BEFORE, stall.start)
+    before = scene.gpus(stall.start - _BEFORE, stall.start)
     if during.power is not None and before.power and before.idle is not None and before.idle < 0.5:
         spins = during.power < _WORKS * before.power
         return 1.0 if spins else during.idle

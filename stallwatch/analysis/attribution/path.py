@@ -1,10 +1,14 @@
 """Rules about the way between the engine and its reader: ourselves, a server that is gone, a stream held up."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 from stallwatch.analysis.attribution.frozen import LATE, Frozen, Scene, Slice
 from stallwatch.analysis.causes import Cause, Evidence
 from stallwatch.analysis.gaps import Witness
+from stallwatch.analysis.window import Stretch
 
 _LEAST_LAG: Final = 0.02
 _SAME: Final = 0.5  # share of a gap from which on a sample of the engine's is that gap
@@ -13,6 +17,8 @@ _SAME: Final = 0.5  # share of a gap from which on a sample of the engine's is t
 def observer(stall: Frozen, scene: Scene) -> Evidence | None:
     """Our own event loop was late while the gap was measured."""
     seconds = worst = 0.0
+    if scene.around.observer.lag_within(stall.start, stall.end) < _LEAST_LAG:
+        return None
     for piece in stall.pieces:
         lag = scene.around.observer.lag_within(piece.start, min(piece.end, stall.end))
         if lag >= _LEAST_LAG:
@@ -37,6 +43,7 @@ def engine_down(stall: Frozen, scene: Scene) -> Evidence | None:
 def delivery(stall: Frozen, _: Scene) -> Evidence | None:
     """The engine went on giving tokens, and the stream did not."""
     seconds = 0.0
+    slow = stall.slow
     for part in stall.slices:
         witness, stretch = part.piece.gap.witness, part.stretch
         if witness not in {Witness.STREAM, Witness.PAGE} or stretch is None:
@@ -47,7 +54,7 @@ def delivery(stall: Frozen, _: Scene) -> Evidence | None:
                 here = stretch.waiting > 0 or stretch.has_prefill or stretch.prefilling >= 1
                 seconds += 0.0 if here else part.seconds
             continue
-        if stretch.lost is None or not stretch.steps or _engine_felt_it(stall, part):
+        if stretch.lost is None or not stretch.steps or _engine_felt_it(slow, part):
             continue
         # While the cache is full and others wait, a silent stream may be one that was thrown out of the batch.
         if stall.ongoing and stretch.waiting > 0 and stretch.pressed:
@@ -62,11 +69,12 @@ def delivery(stall: Frozen, _: Scene) -> Evidence | None:
     )
 
 
-def _engine_felt_it(stall: Frozen, part: Slice) -> bool:
+def _engine_felt_it(slow: Sequence[Stretch], part: Slice) -> bool:
     """Whether the engine has a sample as long as the gap: then it was the one that stopped."""
     piece = part.piece
-    return any(
-        stretch.slow_samples > 0 and stretch.slow_seconds >= _SAME * piece.gap.seconds
-        for stretch in stall.stretches
-        if stretch.until > piece.start and stretch.since < piece.end + LATE
-    )
+    for index in range(bisect_right(slow, piece.start, key=attrgetter("until")), len(slow)):
+        if slow[index].since >= piece.end + LATE:
+            break
+        if slow[index].slow_seconds >= _SAME * piece.gap.seconds:
+            return True
+    return False
