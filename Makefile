@@ -36,7 +36,8 @@ tools: $(READY) # programs that the tests run: installed when we may, named when
 	@$(BIN)/python tests/tools.py
 
 test: $(TESTING) tools check ## all tests that need no real vLLM and no containers
-	$(BIN)/pytest -m 'not vllm and not container and not long' $(PYTEST_ARGS)
+	$(BIN)/pytest -n auto --dist loadgroup -m 'not vllm and not container and not long and not alone' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'alone and not vllm and not container and not long' $(PYTEST_ARGS)
 
 test-vllm: $(TESTING) tools ## against a real vLLM on the CPU (builds its environment once: 4 GB)
 	$(PYTHON) tests/vllm/environment.py
@@ -55,7 +56,7 @@ check: $(TESTING) ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## measures, prints figures with their spread
+bench: $(READY) ## measures for 8 minutes, prints figures with their spread (BENCH_ARGS=--update: into the README too)
 	$(BIN)/python -m tests.bench $(BENCH_ARGS)
 
 lock: $(READY) ## pins the requirements anew

@@ -28,7 +28,15 @@ from stallwatch.analysis.stalls import StallLimits
 from stallwatch.analysis.streams import Objectives
 from stallwatch.analysis.watch import Freshness
 from stallwatch.health import Health
-from stallwatch.observations import EngineSample, Observation, ObserverSample, PollFailure, Source
+from stallwatch.observations import (
+    EngineSample,
+    Observation,
+    ObserverSample,
+    PollFailure,
+    Source,
+    StreamClosed,
+    StreamOpened,
+)
 from stallwatch.recorder.recorder import Recorder
 from stallwatch.recorder.scribe import Scribe
 from stallwatch.scheduling import SourceError, every
@@ -43,6 +51,7 @@ from stallwatch.sources.lag import LagSource
 from stallwatch.sources.nvml import Nvml
 from stallwatch.web import server
 from stallwatch.web.access import guard_for
+from stallwatch.web.live import SLOTS_SECONDS, live
 from stallwatch.web.reloading import problem_of
 from stallwatch.web.stalls import stall, stalls
 from stallwatch.web.status import status
@@ -90,6 +99,7 @@ class Sidecar:
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311  (jitter and names, no secrets)
         self._wake = asyncio.Event()
+        self._lag: LagSource | None = None
         self._heartbeat = clock()
         self._starting_told = False
         self._started = clock()
@@ -98,6 +108,8 @@ class Sidecar:
         """Takes one observation of any source."""
         was_slow, phase = self.monitor.slow, self.monitor.life.phase
         self.monitor.observe(seen)
+        if isinstance(seen, StreamOpened | StreamClosed) and self._lag is not None:
+            self._lag.watch_closely(any(watch.streams.open for watch in self.monitor.engines.values()))
         if isinstance(seen, ObserverSample):
             self._heartbeat = seen.at
             self._warn_when_starting_takes_long(seen.at)
@@ -140,6 +152,19 @@ class Sidecar:
         """What `/api/v1/timeline` says now, by a call that may be made in a thread."""
         return self.recorder.document(seconds)
 
+    def live(self) -> Callable[[], Mapping[str, Any]]:
+        """What an open page hears now, by a call that may be made in a thread."""
+        now = self._clock()
+        return live(
+            self.monitor.findings(now),
+            self.health,
+            self.settings,
+            now=now,
+            wall_offset=time.time() - now,
+            hardware=_hardware(self.gpu.status()),
+            timeline=self.recorder.document(SLOTS_SECONDS),
+        )
+
     def alive(self) -> bool:
         """Whether the heartbeat is fresh."""
         return self._clock() - self._heartbeat < _HEARTBEAT_LIMIT
@@ -169,8 +194,8 @@ class Sidecar:
         async with AsyncExitStack() as stack:
             stack.callback(self.recorder.close)
             plan: dict[str, Task] = {}
-            lag = LagSource(clock=self._clock, throttled_seconds=OwnCgroup().throttled_seconds)
-            plan["observer"] = lag.run(self.observe)
+            self._lag = LagSource(clock=self._clock, throttled_seconds=OwnCgroup().throttled_seconds, closely=False)
+            plan["observer"] = self._lag.run(self.observe)
             plan["engine"] = await self._engine(stack)
             if settings.canary.enabled:
                 plan["canary"] = await self._canary(stack)

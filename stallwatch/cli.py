@@ -262,6 +262,24 @@ def _replay(invocation: Invocation) -> int:
     return replay(invocation)
 
 
+def _report(invocation: Invocation) -> int:
+    from stallwatch.commands.report import report
+
+    return report(invocation)
+
+
+def _experiment(invocation: Invocation) -> int:
+    from stallwatch.commands.experiment import command
+
+    return command(invocation)
+
+
+def _compare(invocation: Invocation) -> int:
+    from stallwatch.commands.compare import compare
+
+    return compare(invocation)
+
+
 def _healthcheck(invocation: Invocation) -> int:
     parser = invocation.parser()
     parser.add_argument("--url", help="where to ask (default: /livez at web.host and web.port)")
@@ -477,6 +495,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "check": Command("Say whether a server can be watched, how well, and what would make it better.", _check),
     "probe": Command("Time one stream of a server, token by token.", _probe),
     "replay": Command("Judge a recording or an incident bundle again.", _replay),
+    "experiment": Command("Find out whether prefill pauses the streams of a server, and how much.", _experiment),
+    "compare": Command("Lay reports of experiments side by side.", _compare),
+    "report": Command("Make a page and a summary of an incident bundle, to send and to keep.", _report),
     "healthcheck": Command("Ask a running stallwatch whether it is alive.", _healthcheck),
     "hash-password": Command("Hash a password for web.basic_auth_file.", _hash_password),
     "metrics": Command("Print the reference of every exported metric.", _metrics),

@@ -21,7 +21,7 @@ from stallwatch.simulator.driver import driver_of
 from stallwatch.simulator.load import Arrival, Load, Users
 from stallwatch.simulator.scenario import Scenario, StallKind
 from stallwatch.simulator.scenarios import SCENARIOS
-from stallwatch.simulator.server import serve
+from stallwatch.simulator.server import serve, until_signalled
 from stallwatch.web import server
 
 TOUR = Scenario(
@@ -87,7 +87,11 @@ def described() -> dict[str, str]:
 
 
 async def simulate(scenarios: Sequence[Scenario], *, host: str, port: int, speed: float, out: TextIO) -> None:
-    """Serves only the simulated vLLM, one scenario after the other, until interrupted. Raises `PortTakenError`."""
+    """Serves only the simulated vLLM, scenario after scenario, until SIGTERM or SIGINT. Raises `PortTakenError`."""
+    await until_signalled(_served(scenarios, host=host, port=port, speed=speed, out=out))
+
+
+async def _served(scenarios: Sequence[Scenario], *, host: str, port: int, speed: float, out: TextIO) -> None:
     for scenario in itertools.cycle(scenarios):
         try:
             async with serve(scenario, host=host, port=port, speed=speed, epoch=time.time()) as simulated:
@@ -216,6 +220,7 @@ def _greeting(target: str, web_port: int) -> str:
     here = f"http://127.0.0.1:{web_port}"
     return (
         f"A simulated vLLM listens on {target}, stallwatch watches it.\n"
+        f"  live page    {here}/\n"
         f"  metrics      {here}/metrics\n"
         f"  status       {here}/api/v1/status\n"
         f"  try          curl -s {here}/metrics | grep -E 'open_gap|reader_wait|missed'\n"

@@ -1,14 +1,24 @@
 """Options of the test run."""
 
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+
+ALONE = tuple(Path(__file__).parent / folder for folder in ("browser", "e2e"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds our options."""
     parser.addoption("--forbid-skips", action="store_true", help="a test that skips itself fails")
     parser.addoption("--update-golden", action="store_true", help="writes golden files anew instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what runs whole programs in real time: beside other tests it would measure those."""
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in ALONE):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.hookimpl(wrapper=True)

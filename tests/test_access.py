@@ -63,6 +63,9 @@ class Shown:
     def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
         return lambda: {"seconds": seconds}
 
+    def live(self) -> Callable[[], Mapping[str, Any]]:
+        return lambda: {"at_unix": 1.0}
+
     def alive(self) -> bool:
         return True
 

@@ -15,7 +15,9 @@ ROOMS = {
     "catalogue": {"analysis"},
     "exporter": {"observations", "settings", "analysis", "catalogue", "health"},
     "recorder": {"observations", "settings", "analysis", "health"},
-    "web": {"observations", "settings", "analysis", "catalogue", "health", "exporter"},
+    "drawing": set(),
+    "web": {"observations", "settings", "analysis", "catalogue", "health", "exporter", "drawing"},
+    "experiment": {"observations", "settings", "scheduling", "sources", "analysis", "drawing"},
     "simulator": set(),
     "vllm_plugin": set(),
 }
@@ -63,6 +65,17 @@ def test_analysis_touches_neither_the_world_nor_a_clock(path: Path) -> None:
     assert not {name.split(".")[0] for name in imports(path)} & IO
 
 
+JUDGING = ("plan", "statistics", "record", "confirm", "measure", "conclude", "tradeoff", "compare", "markdown")
+
+
+@pytest.mark.parametrize("name", JUDGING)
+def test_an_experiment_is_judged_without_the_world(name: str) -> None:
+    """What is concluded follows from what was taken down, whenever that is judged again."""
+    path = PACKAGE / "experiment" / f"{name}.py"
+
+    assert not {module.split(".")[0] for module in imports(path)} & IO
+
+
 def test_every_room_is_known() -> None:
     """A new room says where it stands in the flow, or is one of the few that wire things together."""
     assert {room_of(path) for path in FILES} - set(ROOMS) <= {
@@ -74,7 +87,6 @@ def test_every_room_is_known() -> None:
         "commands",
         "configuration",
         "logs",
-        "experiment",
     }
 
 

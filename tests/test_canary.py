@@ -402,6 +402,21 @@ def test_the_list_is_read_again_after_a_404() -> None:
     assert [asked.body["model"] for asked in seen.completions] == ["base", "base", "new"]
 
 
+def test_the_list_is_read_again_while_it_is_empty() -> None:
+    """A gateway whose servers are not up yet lists no model; once it does, the canary works."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.small.listed = []
+        with pytest.raises(SourceError):
+            await bench.canary.pulse()
+        bench.small.listed = [{"id": "new"}]
+        await bench.canary.pulse()
+
+    seen = bench(scenario)
+
+    assert [asked.body["model"] for asked in seen.completions] == ["new"]
+
+
 def test_the_list_is_read_again_after_a_restart() -> None:
     """When the server was away, it may serve another model afterwards."""
 

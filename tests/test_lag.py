@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -16,12 +17,16 @@ from tests.virtual import VirtualLoop, run
 
 
 async def for_a_while(
-    seconds: float, disturb: Callable[[VirtualLoop], None] | None = None, totals: list[float | None] | None = None
+    seconds: float,
+    disturb: Callable[[VirtualLoop], None] | None = None,
+    totals: list[float | None] | None = None,
+    *,
+    closely: bool = True,
 ) -> list[ObserverSample]:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     left = list(totals or [])
-    source = LagSource(clock=loop.time, throttled_seconds=lambda: left.pop(0) if left else None)
+    source = LagSource(clock=loop.time, throttled_seconds=lambda: left.pop(0) if left else None, closely=closely)
     seen: list[ObserverSample] = []
     task = asyncio.create_task(source.run(seen.append))
     if disturb is not None:
@@ -60,6 +65,50 @@ def test_a_short_delay_waits_for_the_next_sample() -> None:
     seen = run(for_a_while(1.3, block(0.05)))
     assert [pytest.approx(0.05, abs=0.011)] == [sample.lag for sample in seen if sample.lag > 0.001]
     assert len(seen) <= 5
+
+
+def test_a_long_nap_tells_the_same_within_its_length() -> None:
+    """While nobody stamps tokens, samples come nearly as often, and a lateness is told too short by 50 ms at most."""
+    seen = run(for_a_while(4.0, block(2.0), closely=False))
+    (late,) = [sample for sample in seen if sample.lag > 0.001]
+
+    assert 1.95 <= late.lag <= 2.0
+    assert max(after.at - before.at for before, after in pairwise(seen) if after is not late) < 0.31
+
+
+def test_a_long_nap_ends_when_it_matters() -> None:
+    """From the moment at which tokens are stamped, a lateness is known to 10 ms."""
+
+    async def scenario() -> list[ObserverSample]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        source = LagSource(clock=loop.time, closely=False)
+        seen: list[ObserverSample] = []
+        task = asyncio.create_task(source.run(seen.append))
+        loop.call_at(0.601, source.watch_closely, True)  # noqa: FBT003  (what the loop takes)
+        loop.call_at(0.615, block(0.2), loop)
+        await asyncio.sleep(1.5)
+        task.cancel()
+        return seen
+
+    (late,) = [sample for sample in run(scenario()) if sample.lag > 0.001]
+
+    assert late.lag == pytest.approx(0.2, abs=0.011)
+
+
+def test_an_error_of_the_listener_ends_the_sleeper() -> None:
+    """A bug in what takes the samples comes out of the task, as from any other source."""
+
+    def broken(_: ObserverSample) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            await LagSource(clock=loop.time).run(broken)
+
+    with pytest.raises(ZeroDivisionError):
+        run(scenario())
 
 
 def test_a_stamp_is_judged_with_its_lateness_known() -> None:

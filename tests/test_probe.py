@@ -24,7 +24,7 @@ from stallwatch import cli
 from stallwatch.commands.bars import Bin, drawn, histogram
 from stallwatch.commands.probe import _debug, tell
 from stallwatch.commands.probe_text import Told, debug_text, document, text, without_secrets
-from stallwatch.commands.probing import Asked, Probe, progress_line, run_probe, words, words_for
+from stallwatch.commands.probing import Asked, Probe, progress_line, run_probe
 from stallwatch.commands.stream import Recording
 from stallwatch.commands.terminal import StatusLine, can_show, redactor, showable
 from stallwatch.commands.timing import Timing, timing
@@ -35,6 +35,7 @@ from stallwatch.simulator.scenario import Scenario
 from stallwatch.simulator.scenarios import SCENARIOS
 from stallwatch.simulator.server import serve
 from stallwatch.sources.stream import StreamRequest
+from stallwatch.sources.wording import words, words_for
 from tests import virtual
 from tests.raw_server import SSE_HEAD, Peer, answer, models
 from tests.raw_server import Asked as AskedRaw

@@ -149,7 +149,7 @@ def test_text_tells_the_story(case: tuple[Watched, Path, Path]) -> None:
     assert "beside vLLM 0.32.0 with tiny\n" in text
     assert "on 1 x NVIDIA H100" in text
     for words in (
-        "stall 0-1 opens: decode",
+        "stall 0-1 opens: engine",
         "stall 0-1: prefill, it seems",
         "stall 0-1 is over: decode, cause prefill",
     ):

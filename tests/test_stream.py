@@ -299,6 +299,10 @@ ENDINGS = [
     pytest.param(
         Ending(plays(text("a", count=1)), Outcome.CUT, "the stream ended before it was finished", 1), id="cut"
     ),
+    pytest.param(
+        Ending(answers(SSE_HEAD + b"data: {"), Outcome.CUT, "the stream ended before its first event"),
+        id="cut-in-first-event",
+    ),
     pytest.param(Ending(plays(text("a", count=1, end="length")), Outcome.COMPLETED, "", 1), id="finished-without-done"),
     pytest.param(
         Ending(

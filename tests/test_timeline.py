@@ -4,6 +4,7 @@ import random
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,10 @@ from stallwatch.observations import (
 )
 from stallwatch.recorder.columns import Columns, Name
 from stallwatch.recorder.timeline import Timeline
+from stallwatch.simulator.cost import Cause as SimulatedCause
+from stallwatch.simulator.load import Arrival, Load, Users
+from stallwatch.simulator.scenario import Scenario
+from stallwatch.simulator.scenario import StallKind as SimulatedKind
 from tests.harness import watch
 
 RUNNING = Name("engines", "0", "running")
@@ -233,6 +238,39 @@ def test_an_hour_takes_the_memory_of_fifteen_minutes() -> None:
     assert exact <= len(columns) * (4 * 3600 + 100)
     assert sizes[-1] < 3e6
     assert sizes[-1] < sizes[0] * 1.02
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_hour_of_the_whole_sidecar_leaves_fifteen_minutes(tmp_path: Path) -> None:
+    """Beside a server that freezes every five minutes, ring and tape hold the last quarter of an hour and no more."""
+    prompts = tuple(Arrival(at=60.0 + 300 * number, prompt_tokens=8_000, output_tokens=50) for number in range(12))
+    readers = Users(count=3, prompt_tokens=64, output_tokens=2_000, stagger=1.0)
+    hour = Scenario(
+        name="hour",
+        sentence="An hour with a long prompt every five minutes.",
+        duration=3600.0,
+        cause=SimulatedCause.PREFILL,
+        kind=SimulatedKind.DECODE,
+        load=Load(prompts, (readers,)),
+    )
+    watched = watch(hour, sample_every=60.0, canary={"mode": "persistent"}, recorder={"directory": tmp_path})
+    recorder = watched.sidecar.recorder
+    ring = sum(sys.getsizeof(column) for column in recorder.timeline.columns.columns.values())
+    tape = recorder._tape
+    assert tape is not None
+    chunks = tape.chunks()
+    bundles = sorted(path.stat().st_size for path in tmp_path.iterdir())
+    print(
+        f"ring {ring / 1e6:.2f} MB in {len(recorder.timeline.columns.columns)} columns, tape {tape.size / 1e6:.2f} MB "
+        f"over {chunks[-1].last - chunks[0].first:.0f} s, {len(bundles)} bundles of up to {bundles[-1] / 1e6:.2f} MB; "
+        f"{len(watched.observations)} observations judged in {watched.wall:.0f} s"
+    )
+
+    assert ring < 1e6
+    assert tape.size < 4e6
+    assert chunks[-1].last - chunks[0].first <= 900 + 20
+    assert watched.sidecar.timeline(7200.0)()["slots"] == 3600
 
 
 def test_columns_are_bounded() -> None:

@@ -2,7 +2,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
@@ -19,6 +19,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.beating = True
+        self.drawn = 0
 
     def families(self) -> tuple[Metric, ...]:
         return (GaugeMetricFamily("stallwatch_open_gap_seconds", "Gap.", value=1.5),)
@@ -33,13 +34,20 @@ class Shown:
         return {"id": wanted} if wanted == "0-1" else None
 
     def timeline(self, seconds: float) -> Callable[[], Mapping[str, Any]]:
+        self.drawn += 1
         return lambda: {"slots": int(seconds * 4), "engines": {"0": {"running": [1.0, None]}}}
+
+    def live(self) -> Callable[[], Mapping[str, Any]]:
+        return lambda: {"at_unix": 1.0}
 
     def alive(self) -> bool:
         return self.beating
 
 
-async def at_once(work: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+T = TypeVar("T")
+
+
+async def at_once(work: Callable[[], T], /) -> T:
     return work()
 
 
@@ -139,6 +147,23 @@ def test_timeline_is_columns_of_json() -> None:
             refused = await client.get("/api/v1/timeline", params={"seconds": wrong})
             assert refused.status == 400, wrong
             assert "seconds: write a number" in json.loads(await refused.text())["error"]
+
+    ask(talk)
+
+
+def test_pages_that_come_together_share_a_timeline() -> None:
+    """A timeline is drawn once for all who ask within two seconds, and anew after that."""
+
+    async def talk(client: Client, views: Shown) -> None:
+        answers = await asyncio.gather(*(client.get("/api/v1/timeline?seconds=900") for _ in range(50)))
+        bodies = {await answer.read() for answer in answers}
+        packed = await client.get("/api/v1/timeline?seconds=900", headers={"Accept-Encoding": "gzip"})
+        drawn = views.drawn
+        await asyncio.sleep(2.1)
+        await client.get("/api/v1/timeline?seconds=900")
+
+        assert {gzip.decompress(await packed.read())} == bodies
+        assert (drawn, views.drawn) == (1, 2)
 
     ask(talk)
 

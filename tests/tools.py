@@ -14,6 +14,8 @@ PROGRAMS = {
     "cc": "gcc",
     "systemd-analyze": "systemd",
     "nginx": "nginx-light",
+    "chromium": "chromium",
+    "chromedriver": "chromium-driver",
 }
 # library that vLLM's CPU build loads -> Debian package
 LIBRARIES = {"numa": "libnuma1"}

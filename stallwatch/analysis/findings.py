@@ -39,6 +39,9 @@ class EngineFindings:
     engine_wait_max: float | None
     judged_seconds: float
     missed_seconds: float
+    recently_judged: float  # of the last 5 min, seconds
+    recently_missed: float
+    just_missed: float  # of the last 30 s, seconds
     step_age: float | None  # None when no scrape succeeded lately
     decoders: float | None
     steps: float

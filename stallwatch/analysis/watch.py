@@ -145,6 +145,7 @@ class EngineWatch:
         readers = self._readers.at(now)
         stalls = self.stalls.view(now)
         frozen = stalls.closed if stalls.open is None else (stalls.open, *stalls.closed)
+        judged = self.indicator.judged_within(now - LATENCY_WINDOW, now)
         return EngineFindings(
             engine=self.engine,
             canary=self.streams.view(now) if seen_canary else None,
@@ -154,6 +155,9 @@ class EngineWatch:
             engine_wait_max=max(waits, default=None),
             judged_seconds=self.indicator.judged,
             missed_seconds=self.indicator.missed,
+            recently_judged=judged,
+            recently_missed=self.indicator.missed_within(now - LATENCY_WINDOW, now),
+            just_missed=self.indicator.missed_within(now - WAIT_WINDOW, now),
             step_age=age,
             decoders=self._steps.decoders if known is not None and known.itl_count is not None else None,
             steps=self._step_count,
@@ -170,7 +174,7 @@ class EngineWatch:
                 objective=self.objectives.itl,
                 fresh=fresh,
                 stalls=[(stall.start, now if stall.end is None else stall.end) for stall in frozen],
-                judged=self.indicator.judged_within(now - LATENCY_WINDOW, now),
+                judged=judged,
             ),
         )
 

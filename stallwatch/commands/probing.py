@@ -21,31 +21,12 @@ from stallwatch.sources.http import Target, target_of
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.served import Model, ServedModels
 from stallwatch.sources.stream import StreamRequest
+from stallwatch.sources.wording import SAMPLE_WORDS, words, words_for
 
 _TICK_SECONDS = 0.1
 _LAST_HEARTBEAT_SECONDS = 0.3  # one more look at our own lateness
-_SAMPLE_WORDS = 200
 _ENGINE = "0"  # whichever rank answers: the probe is not pinned
 _TASK = "count upwards, one number after the other, and never stop: 1, 2, 3,"
-_WORDS = (
-    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
-    *(
-        "family",
-        "group",
-        "country",
-        "problem",
-        "hand",
-        "part",
-        "place",
-        "case",
-        "week",
-        "company",
-        "system",
-        "question",
-    ),
-    *("work", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month"),
-    *("right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service"),
-)
 
 
 @dataclass(slots=True)
@@ -173,7 +154,7 @@ async def _stream(
     prompt = _TASK
     if asked.prompt_tokens is not None:
         # How many tokens a word is depends on the model: one small request tells, before the one that is timed.
-        sample = Recording(request("-words", words(_SAMPLE_WORDS, rng), 1))
+        sample = Recording(request("-words", words(SAMPLE_WORDS, rng), 1))
         await follow(sample, target, session, clock=clock, timeout_seconds=settings.timeout_seconds)
         if sample.failure is not None:
             raise sample.failure
@@ -183,16 +164,6 @@ async def _stream(
     probe.headers = dict(session.headers) | target.key.headers() | probe.recording.request.headers()
     await follow(probe.recording, target, session, clock=clock, timeout_seconds=settings.timeout_seconds, also=also)
     probe.failure = probe.recording.failure
-
-
-def words(count: int, rng: random.Random) -> str:
-    """That many common words in an order that nobody has cached."""
-    return " ".join(rng.choices(_WORDS, k=count))
-
-
-def words_for(tokens: int, counted: int | None) -> int:
-    """Words that make about `tokens` tokens, when the sample's words and frame made `counted`; None is not known."""
-    return max(1, round(tokens * _SAMPLE_WORDS / (counted or _SAMPLE_WORDS)))
 
 
 async def _tell(probe: Probe, wanted: int, clock: Callable[[], float], progress: Callable[[str], None]) -> None:

@@ -3,7 +3,7 @@
 Objectives and thresholds are those that were recorded, unless others are given.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -73,11 +73,15 @@ class Ended:
 
 Told = Begun | Stands | Happened | Lost | Ended
 
+Beside = Callable[[Monitor, Observation], None]
+"""Hears each observation right after the monitor."""
+
 
 @dataclass(slots=True)
 class _Session:
     header: Header
     monitor: Monitor
+    beside: Beside
     began: float | None = None
     last: float = 0.0
     due: float = 0.0
@@ -96,6 +100,7 @@ class _Session:
             yield Stands(self.monitor.findings(self.due), self.due + self.header.unix_offset)
             self.due += every
         self.monitor.observe(seen)
+        self.beside(self.monitor, seen)
         self.last = max(self.last, seen.at)
         self.observations += 1
         for news in self.monitor.news():
@@ -110,13 +115,20 @@ class _Session:
         return Ended(findings, self.last + offset, began + offset, self.observations, stalls)
 
 
-def judged(entries: Iterable[Entry], flags: Sequence[str], *, every: float) -> Iterator[Told]:
+def judged(
+    entries: Iterable[Entry],
+    flags: Sequence[str],
+    *,
+    every: float,
+    beside: Beside = lambda _monitor, _seen: None,
+) -> Iterator[Told]:
     """What would have been said, in the order of time. Raises `RecordingError`, and `BadConfiguration` for the flags.
 
     Args:
         entries: The recording.
         flags: Settings to judge by instead of the recorded ones, as on a command line.
         every: Seconds between two moments at which it is told how things stand.
+        beside: Hears each observation right after it was judged.
     """
     session: _Session | None = None
     for entry in entries:
@@ -124,7 +136,7 @@ def judged(entries: Iterable[Entry], flags: Sequence[str], *, every: float) -> I
             if session is not None:
                 yield session.end()
             settings = settings_for(entry, flags)
-            session = _Session(entry, monitor_for(settings))
+            session = _Session(entry, monitor_for(settings), beside)
             yield Begun(entry, settings, _changed(settings_for(entry, ()), settings))
         elif isinstance(entry, Note):
             if entry.kind == "lost":

@@ -4,14 +4,13 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
 from stallwatch.simulator.scenarios import SCENARIOS
-from stallwatch.simulator.server import run_simulator
+from stallwatch.simulator.server import run_simulator, until_signalled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves one scenario until interrupted, or until its end with `--once`."""
+    """Serves one scenario until SIGTERM or SIGINT, or until its end with `--once`."""
     parser = argparse.ArgumentParser(prog="python -m stallwatch.simulator", description="A simulated vLLM server.")
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="long-prefill")
     parser.add_argument("--host", default="127.0.0.1")
@@ -22,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scenario = SCENARIOS[options.scenario]
     sys.stderr.write(f"{scenario.name}: {scenario.sentence}\nhttp://{options.host}:{options.port}\n")
     until = scenario.duration if options.once else None
-    with suppress(KeyboardInterrupt):
-        asyncio.run(run_simulator(scenario, host=options.host, port=options.port, speed=options.speed, until=until))
+    served = run_simulator(scenario, host=options.host, port=options.port, speed=options.speed, until=until)
+    asyncio.run(until_signalled(served))
     return 0
 
 

@@ -5,11 +5,13 @@ listening socket too and really refuses them. Time begins when the application s
 """
 
 import asyncio
+import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from aiohttp import web
 
@@ -19,7 +21,7 @@ from stallwatch.simulator.routes import authentication, counting, path_faults, r
 from stallwatch.simulator.scenario import Scenario
 from stallwatch.simulator.world import EPOCH, ExtraFactory
 
-__all__ = ["SERVER", "Serving", "SimulatedServer", "create_app", "run_simulator", "serve"]
+__all__ = ["SERVER", "Serving", "SimulatedServer", "create_app", "run_simulator", "serve", "until_signalled"]
 
 
 def create_app(
@@ -118,3 +120,14 @@ async def run_simulator(
         scenario, host=host, port=port, speed=speed, clock=clock, sleep=sleep, epoch=time.time()
     ) as serving:
         await serving.server.wait_until(inf if until is None else until)
+
+
+async def until_signalled(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` until it ends, or until SIGTERM or SIGINT, which as process 1 of a container nobody else heeds."""
+    task = asyncio.create_task(work, name="served until signalled")
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()

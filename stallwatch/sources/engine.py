@@ -9,21 +9,22 @@ What a server sends is untrusted: size and time are bounded here, lines, series 
 """
 
 import asyncio
+import functools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import aiohttp
 import structlog
 
-from stallwatch.observations import EngineSample, Failure, Lane, ServerFacts
+from stallwatch.observations import EngineCounters, EngineSample, Failure, Lane, ServerFacts
 from stallwatch.scheduling import SourceError
 from stallwatch.settings import EngineSettings
 from stallwatch.sources import families, lanes
-from stallwatch.sources.engine_page import Known, Meaning, Reading, read, resolve, wanted
+from stallwatch.sources.engine_page import BEYOND, MAX_ENGINES, Known, Meaning, Reading, read, resolve, wanted
 from stallwatch.sources.exposition import SLICE_BYTES, Exposition, Page, normalised
 from stallwatch.sources.http import Target, network_failures, plain, refusal
 
@@ -35,6 +36,8 @@ MAX_PLUGIN_NAMES: Final = 64
 FILTER_RETRY_SECONDS: Final = 300.0
 FAULT_PAUSE_SECONDS: Final = 1.0  # between polls of a server that answers, but wrongly
 VERSION_TIMEOUT_SECONDS: Final = 1.0
+
+_PARTS_NAMED: Final = 8  # of what could not be read, in one line of the log
 
 _HEADERS: Final = {"Accept": "text/plain;version=0.0.4"}
 _SUFFIX = re.compile(r"_(?:total|bucket|sum|count|created)\Z")
@@ -89,6 +92,9 @@ class EngineSource:
         self._filter_works: bool | None = None
         self._facts: ServerFacts | None = None
         self._version: str | None = None
+        self._asked_for: dict[Lane, tuple[frozenset[str], frozenset[str]]] = {}  # what was offered, what to ask for
+        self._engines: set[str] = set()  # names that are passed on
+        self._unread: frozenset[str] = frozenset()  # what of the pages could not be used, as told
 
     @property
     def deadline_seconds(self) -> float:
@@ -191,13 +197,15 @@ class EngineSource:
         return self._sample(answer, reading, Lane.FULL), reading
 
     def _sample(self, answer: _Answer, reading: Reading, lane: Lane) -> EngineSample:
+        engines, left_out = self._admitted(reading.engines)
+        self._tell_unread(reading.unread | left_out, lane)
         self._costs.add(lane, answer.at - answer.sent_at)
         self._sent = self._sent.after(lane, answer.sent_at)
         return EngineSample(
             sent_at=answer.sent_at,
             at=answer.at,
             lane=lane,
-            engines=reading.engines,
+            engines=engines,
             missing=reading.missing,
             filtered=self._filtering(answer.at),
             asleep=reading.asleep,
@@ -206,12 +214,46 @@ class EngineSource:
             garbage_lines=answer.page.garbage_lines,
         )
 
+    def _admitted(self, engines: Mapping[str, EngineCounters]) -> tuple[Mapping[str, EngineCounters], frozenset[str]]:
+        """The engines that are passed on, and what to say of the others.
+
+        Whoever takes samples remembers each engine for ever, so a server whose pages name ever other ones must not
+        fill our memory: the first names stand, as many as a page may have.
+        """
+        if engines.keys() <= self._engines:
+            return engines, frozenset()
+        for engine in engines:
+            if len(self._engines) < MAX_ENGINES:
+                self._engines.add(engine)
+        admitted = {engine: counters for engine, counters in engines.items() if engine in self._engines}
+        beyond = frozenset({BEYOND}) if len(admitted) < len(engines) else frozenset[str]()
+        return admitted, beyond
+
+    def _tell_unread(self, unread: frozenset[str], lane: Lane) -> None:
+        if new := sorted(unread - self._unread):
+            log.warning(
+                "parts of the metrics page cannot be read",
+                parts=new[:_PARTS_NAMED],
+                parts_count=len(new),
+                hint="what they say is not known; is there a proxy that changes the page?",
+            )
+        elif self._unread and not unread and lane is Lane.FULL:
+            log.info("the whole metrics page can be read again")
+            self._unread = frozenset()
+        self._unread |= unread
+
     def _names(self, lane: Lane) -> frozenset[str]:
         """Sample names to ask for: of each quantity the one that this server has, or all while it has shown none.
 
         Names that it does not have cost a server nothing, and a family of
         which no series exists yet is found when it appears.
         """
+        known = self._asked_for.get(lane)
+        if known is None or known[0] is not self._offered:
+            known = self._asked_for[lane] = self._offered, self._choose_names(lane)
+        return known[1]
+
+    def _choose_names(self, lane: Lane) -> frozenset[str]:
         names: set[str] = set()
         for row in families.rows_of(lane):
             spelled = [alias.name for alias in row.aliases]
@@ -335,8 +377,13 @@ class EngineSource:
 
 def _foreign(names: set[str] | frozenset[str], asked: frozenset[str]) -> bool:
     """Whether a page has families that were not asked for."""
-    allowed = {_SUFFIX.sub("", name) for name in asked}
+    allowed = _allowed(asked)
     return any(_SUFFIX.sub("", normalised(name)) not in allowed for name in names)
+
+
+@functools.lru_cache(maxsize=8)
+def _allowed(asked: frozenset[str]) -> frozenset[str]:
+    return frozenset(_SUFFIX.sub("", name) for name in asked)
 
 
 def _status_hint(status: int) -> str:

@@ -1,7 +1,7 @@
 """What a metrics page says, in our own words: the parser's samples become counters, engine by engine. Pure.
 
 Series are resolved to their place in the table of families once, by the parser; here they are only added up. A sum that
-is not whole, because a number was not finite or a flood of series was cut off, is not known: it is never a smaller sum.
+is not whole, because a number was impossible or a flood of series was cut off, is not known: it is never a smaller sum.
 """
 
 import itertools
@@ -15,11 +15,13 @@ from stallwatch.sources import families
 from stallwatch.sources.exposition import Page
 from stallwatch.sources.families import Fold, Row, Unit
 
-MAX_ENGINES: Final = 128
+MAX_ENGINES: Final = 64  # as many as are judged
 MAX_MODELS: Final = 128
 MAX_PLUGIN_SAMPLES: Final = 256  # an engine
 MAX_LABEL: Final = 256  # characters of a label value that is kept
 MAX_EDGES: Final = 256
+MAX_VALUE: Final = 1e24  # bytes moved in a century are less; squares of more would be no finite numbers
+BEYOND: Final = f"engines beyond {MAX_ENGINES}"
 NO_ENGINE_LABEL: Final = "0"  # V0 engines, and the only engine of anything else
 
 Place = tuple[int, int]  # row and alias in the table of families
@@ -78,6 +80,7 @@ class Reading:
     model_name: str | None
     asleep: bool | None
     process_start: float | None
+    unread: frozenset[str] = frozenset()  # what of the page could not be used, a few words each; of a bounded set
 
 
 def _places() -> Mapping[str, tuple[Place, ...]]:
@@ -134,9 +137,14 @@ def read(page: Page[Meaning], lane: Lane, known: Known) -> Reading:
         sums.add(meaning, value)
     caches = _for_all(sums.caches, sums.engines.keys()) or known.caches
     rows = _ROWS[lane]
+    unread = {f"series of {name} beyond those that are read" for name in page.overfull if name in _PLACES}
+    if page.garbage_lines:
+        unread.add("lines that are no samples")
+    if sums.engines_left_out:
+        unread.add(BEYOND)
     engines = {
         engine: _counters(
-            rows, values, sums.plugins.get(engine, {}), page.overfull, _prefix_unit(caches.get(engine), known)
+            rows, values, sums.plugins.get(engine, {}), page.overfull, _prefix_unit(caches.get(engine), known), unread
         )
         for engine, values in sorted(sums.engines.items())
     }
@@ -152,6 +160,7 @@ def read(page: Page[Meaning], lane: Lane, known: Known) -> Reading:
         model_name=min(sums.models, default=None),
         asleep=sums.sleep.get(families.AWAKE, 1.0) == 0 if sums.sleep else None,
         process_start=sums.process_start,
+        unread=frozenset(unread),
     )
 
 
@@ -160,6 +169,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.engines: dict[str, dict[Place, float | dict[float, float]]] = {}
+        self.engines_left_out = False
         self.plugins: dict[str, dict[str, float]] = {}
         self.offered: set[str] = set()
         self.models: set[str] = set()
@@ -174,7 +184,7 @@ class _Sums:
             case _Plugin(engine, name, key):
                 self.offered.add(name)
                 samples = self.plugins.setdefault(engine, {})
-                if math.isfinite(value) and len(samples) < MAX_PLUGIN_SAMPLES:
+                if _possible(value) and len(samples) < MAX_PLUGIN_SAMPLES:
                     samples[key] = value
             case _Sleep(state):
                 self.offered.add(families.SLEEP_STATE)
@@ -186,12 +196,13 @@ class _Sums:
                     self.caches[engine] = facts
             case _ProcessStart():
                 self.offered.add(families.PROCESS_START)
-                self.process_start = value if math.isfinite(value) else None
+                self.process_start = value if _possible(value) else None
 
     def _count(self, meaning: _Counter, value: float) -> None:
         values = self.engines.get(meaning.engine)
         if values is None:
             if len(self.engines) >= MAX_ENGINES:
+                self.engines_left_out = True
                 return
             values = self.engines[meaning.engine] = {}
         if meaning.model is not None and len(self.models) < MAX_MODELS:
@@ -218,6 +229,7 @@ def _counters(
     plugin: Mapping[str, float],
     overfull: set[str],
     prefix_unit: float,
+    unread: set[str],
 ) -> EngineCounters:
     filled: dict[str, Any] = {}
     for index, row in rows:
@@ -229,10 +241,15 @@ def _counters(
                 break
             if isinstance(value, dict):
                 filled[row.field] = _buckets(value)
+                if filled[row.field] is None:
+                    unread.add(f"impossible buckets of {alias.name}")
+                break
+            if not (_possible(value) and value >= 0):
+                unread.add(f"impossible values of {alias.name}")
                 break
             if alias.unit is Unit.BY_HELP:
                 value *= prefix_unit
-            if math.isfinite(value) and value >= 0:
+            if _possible(value):  # what no help text explains has no unit
                 filled[row.field] = filled.get(row.field, 0.0) + value
             break
     return EngineCounters(**filled, plugin=plugin)
@@ -267,7 +284,11 @@ def _buckets(counts: Mapping[float, float]) -> Buckets | None:
         return None
     values = tuple(counts[edge] for edge in edges)
     rising = all(below <= above for below, above in itertools.pairwise(values))
-    return Buckets(edges, values) if rising and values[0] >= 0 and math.isfinite(values[-1]) else None
+    return Buckets(edges, values) if rising and values[0] >= 0 and _possible(values[-1]) else None
+
+
+def _possible(value: float) -> bool:
+    return -MAX_VALUE <= value <= MAX_VALUE
 
 
 def _cache_facts(labels: Mapping[str, str]) -> CacheFacts:

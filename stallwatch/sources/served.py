@@ -79,6 +79,7 @@ class ServedModels:
         base = (model for model in listed if model.base)
         chosen = next(base, listed[0] if listed else None)
         if chosen is None:
+            self.forget()  # a gateway may have none before its servers are up
             raise SourceError(Failure.MALFORMED, "/v1/models lists no model: set canary.model")
         return chosen
 

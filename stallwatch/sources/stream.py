@@ -64,6 +64,7 @@ class StreamRequest:
     api: Literal["completions", "chat"] = "completions"
     rank: str | None = None  # data-parallel rank to pin to
     served: str = ""  # the server's models in a few words, for the message about a wrong one
+    salt: str | None = None  # of the prefix cache; None: the request's own, so that it hits nothing
 
     @property
     def path(self) -> str:
@@ -96,7 +97,7 @@ class StreamRequest:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "cache_salt": self.request_id,
+            "cache_salt": self.salt or self.request_id,
         }
 
 
@@ -243,6 +244,8 @@ class CanaryStream:
         return SourceError(Failure.TIMEOUT, f"no new token for {self._timeout:g} s")
 
     def _require_end(self, response: aiohttp.ClientResponse, *, done: bool, events: int) -> None:
+        if events == 0 and _kind(response) == "text/event-stream":
+            raise SourceError(Failure.CUT, "the stream ended before its first event")
         if events == 0:
             kind = plain(response.headers.get("Content-Type", "no content type"), 60)
             raise SourceError(Failure.MALFORMED, f"the answer ({kind}) holds no event: is canary.url the API's root?")
@@ -269,11 +272,15 @@ def _require_stream(response: aiohttp.ClientResponse) -> None:
     if encoding not in {"", "identity"}:
         # Unpacking what a server chose to pack is how a kilobyte becomes a gigabyte.
         raise SourceError(Failure.MALFORMED, f"the answer is packed ({plain(encoding, 40)}) although that was declined")
-    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = _kind(response)
     if kind == "application/json":
         raise SourceError(Failure.MALFORMED, "one JSON answer instead of a stream: something on the path buffers it")
     if kind == "text/html":
         raise SourceError(Failure.MALFORMED, "a web page instead of a stream: is canary.url the API's root?")
+
+
+def _kind(response: aiohttp.ClientResponse) -> str:
+    return response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def _refused(response: aiohttp.ClientResponse, request: StreamRequest, target: Target) -> SourceError:

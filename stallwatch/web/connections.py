@@ -30,9 +30,9 @@ _QUIET_SECONDS = 60.0  # between two lines in the log about refused connections
 class Limits:
     """What clients may take of us."""
 
-    connections: int = 256
-    per_address: int = 64
-    """So that one client cannot keep all others out."""
+    connections: int = 512
+    per_address: int = 384
+    """So that one client cannot keep all others out; fifty browsers behind one port-forward open six each."""
     head_seconds: float = 10.0
     """From the first moment of a connection, or the first byte of a later request, to the end of its header."""
     handshake_seconds: float = 10.0

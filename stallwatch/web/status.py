@@ -45,6 +45,9 @@ def status(
             "requests": {outcome: count for outcome, count in findings.canary_requests.items() if count},
             "skipped": {reason: count for reason, count in findings.canary_skipped.items() if count},
             "tokens": findings.canary_tokens,
+            "last_success_seconds_ago": _rounded(
+                None if findings.canary_last_success is None else now - findings.canary_last_success
+            ),
         },
         "gpu": hardware,
         "observer": {
@@ -60,7 +63,14 @@ def _engine(seen: EngineFindings) -> Mapping[str, Any]:
         "requests": dict(seen.requests),
         "step_age_seconds": _rounded(seen.step_age),
         "decoders": _rounded(seen.decoders),
-        "slo": {"judged_seconds": _rounded(seen.judged_seconds), "missed_seconds": _rounded(seen.missed_seconds)},
+        "slo": {
+            "judged_seconds": _rounded(seen.judged_seconds),
+            "missed_seconds": _rounded(seen.missed_seconds),
+            "of_last_5_minutes": {
+                "judged_seconds": _rounded(seen.recently_judged),
+                "missed_seconds": _rounded(seen.recently_missed),
+            },
+        },
         "readers": _window(seen.readers) if seen.readers else None,
         "steps": _work(seen.work) if seen.work else None,
         "reader_wait_max_seconds": {
@@ -71,6 +81,7 @@ def _engine(seen: EngineFindings) -> Mapping[str, Any]:
         if seen.canary is None
         else {
             "open_gap_seconds": _rounded(seen.canary.open_gap),
+            "streams": {"decoding": seen.canary_running, "waiting": seen.canary_waiting},
             "windows": [_window(window) for window in seen.canary.windows],
         },
     }

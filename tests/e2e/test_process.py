@@ -2,12 +2,19 @@
 
 import json
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.processes import free_port, get, process, stallwatch, until
+
+_ASKED = b'{"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}'
+_ENDLESS_STREAM = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + (
+    b"Content-Length: %d\r\n\r\n%s" % (len(_ASKED), _ASKED)
+)
 
 
 @pytest.mark.parametrize("mode", ["pulse", "persistent"])
@@ -34,6 +41,26 @@ def test_run_exports_and_ends_on_sigterm(mode: str, tmp_path: Path) -> None:
     assert seconds < 2 * 5
     assert "Traceback" not in log
     assert sum('"source up"' in line and '"engine"' in line for line in log.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("program", [["stallwatch", "simulate"], ["stallwatch.simulator"]], ids=lambda one: one[0])
+def test_a_simulated_server_ends_on_a_signal(program: list[str], number: signal.Signals, tmp_path: Path) -> None:
+    """With a stream open, a simulated server ends at once with status 0: as process 1 it needs handlers of its own."""
+    port = free_port()
+    arguments = [sys.executable, "-m", *program, "--scenario", "quiet", "--port", str(port)]
+    with process(arguments, tmp_path / "simulate.log") as simulate:
+        until(lambda: "num_requests_running" in get(f"http://127.0.0.1:{port}/metrics"), 20, "it serves")
+        with socket.create_connection(("127.0.0.1", port), 5) as reader:
+            reader.sendall(_ENDLESS_STREAM)
+            assert reader.recv(1024).startswith(b"HTTP/1.1 200")
+            code, seconds = simulate.stop(number)
+        said = simulate.output()
+    print(f"ended {seconds:.2f} s after {number.name}")
+
+    assert code == 0, said
+    assert seconds < 2 * 5
+    assert "Traceback" not in said
 
 
 def test_a_canary_under_way_is_aborted_on_the_server(tmp_path: Path) -> None:

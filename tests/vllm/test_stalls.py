@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import get, process, until
+from stallwatch.commands.terminal import duration
+from tests.e2e.processes import get, process, stallwatch, until
 from tests.vllm.environment import Environment
 from tests.vllm.load import decode_stream, load, long_prompt
 from tests.vllm.server import VllmServer, free_port
 from tests.vllm.sidecar import Sidecar, beside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+REPORTS = Path(__file__).parents[2] / ".out" / "incident"
 
 NGINX = """
 user {user};
@@ -70,21 +74,35 @@ def a_stall(sidecar: Sidecar, accepted: Callable[[dict[str, Any]], bool], second
 
 
 def test_a_long_prompt_is_one_stall_and_prefill(server: VllmServer, tmp_path: Path) -> None:
-    """Twenty-four slow steps of one prompt are one stall, its cause prefill, its culprit the prompt."""
+    """Twenty-four slow steps of one prompt are one stall, its cause prefill, its culprit the prompt.
+
+    The report of its bundle says the same; it stays in `.out/incident`, to be looked at.
+    """
+    bundles = tmp_path / "incidents"
     with load(server.url, [decode_stream(tokens=8_000, salt="stall")]) as reading:
         reading.wait_for_tokens("victim", 300)
-        with beside(server, tmp_path) as sidecar:
+        with beside(server, tmp_path, "--recorder.directory", str(bundles)) as sidecar:
             time.sleep(4.0)
             with load(server.url, [long_prompt(salt="stall")]) as asking:
                 other = asking.finish()["long"]
             closed = a_stall(sidecar, lambda stall: not stall["open"], 15, "the stall is over")
             count = len(stalls(sidecar))
+            until(lambda: list(bundles.glob("incident-*")), 20, "the bundle is written")
     lasted = (other.first_token_wait or 0.0) + 0.0
+    (bundle,) = bundles.glob("incident-*")
+    reported = subprocess.run(
+        stallwatch("report", str(bundle), "--output", str(REPORTS)), capture_output=True, text=True, check=True
+    )
+    page, summary = (Path(line).read_text() for line in reported.stdout.splitlines())
+    print(summary)
 
     assert count == 1
     assert closed["cause"] == "prefill"
     assert closed["duration_seconds"] == pytest.approx(lasted, rel=0.25)
     assert closed["largest_prompt_tokens"] == pytest.approx(12_000, rel=0.05)
+    assert "| cause | prefill |" in summary
+    assert f"| lasted | {duration(closed['duration_seconds'])} |" in summary
+    assert '"cause":"prefill"' in page
 
 
 def test_a_stopped_engine_is_a_hang_and_not_prefill(server: VllmServer, tmp_path: Path) -> None:
