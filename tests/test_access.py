@@ -404,8 +404,8 @@ H = str(hash_password("x", n=CHEAP))
         ("", "holds no user"),
         ("# only a comment\n", "holds no user"),
         ("prometheus\n", "line 1 is not of the form user:hash"),
-        (f"\n:{H}\n", "line 2: no user"),
-        (f"a:{H}\nb:{H}\na:{H}", "line 3 names a user for the second time"),
+        ("\n:HASH\n", "line 2: no user"),
+        ("a:HASH\nb:HASH\na:HASH", "line 3 names a user for the second time"),
         ("a:hunter2", "line 1: not a hash of the form scrypt$n$r$p$salt$hash"),
         ("a:$2y$05$hunter2", "line 1: bcrypt hashes are not understood, only those of `stallwatch hash-password`"),
         (
@@ -426,7 +426,7 @@ H = str(hash_password("x", n=CHEAP))
 def test_a_file_of_users_says_which_line_is_wrong(text: str, problem: str) -> None:
     """Every mistake is told by its line, and none of the line's words is repeated."""
     with pytest.raises(ValueError, match=re.escape(problem)) as wrong:
-        read_users(text)
+        read_users(text.replace("HASH", H))
     assert str(wrong.value) == problem
 
 

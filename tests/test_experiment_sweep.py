@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from stallwatch import cli
-from stallwatch.experiment.identity import flags, without_secrets
+from stallwatch.experiment.identity import flags, listening_command, without_secrets
 from stallwatch.experiment.launch import Launched, LaunchError, command, problem_of
 from stallwatch.experiment.statistics import Estimate
 from stallwatch.experiment.tradeoff import PROMPT, READERS, Point, knee, meeting, statements
@@ -87,6 +87,8 @@ def test_stopping_ends_the_whole_group_and_frees_the_port(tmp_path: Path) -> Non
         took = await server.start(timeout_seconds=60.0)
         child = int((tmp_path / "server.log").read_text().split()[0])
         before = listens(port) and alive(child)
+        assert str(script) in (listening_command("127.0.0.1", port) or "")
+        assert listening_command("192.0.2.1", port) is None
         await server.stop()
         return took, before, child
 

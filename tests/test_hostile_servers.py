@@ -223,17 +223,17 @@ PAGES = {
     "200 engines": Fault(
         shows(lambda now: page(now, engines=[str(n) for n in range(200)])),
         unread="engines beyond 64",
-        peak=128 * MIB,
-        kept=96 * MIB,
-        series=40_000,
+        peak=64 * MIB,
+        kept=32 * MIB,
+        series=20_000,
         long=True,
     ),
     "ever other engines": Fault(
         shows(lambda now: page(now, engines=[f"{now:.0f}-{n}" for n in range(20)])),
         unread="engines beyond 64",
-        peak=128 * MIB,
-        kept=96 * MIB,
-        series=40_000,
+        peak=64 * MIB,
+        kept=32 * MIB,
+        series=20_000,
         long=True,
     ),
     "redirect": Fault(sends(REDIRECT), Failure.REDIRECT),
@@ -293,7 +293,7 @@ STREAMS = {
         Failure.MALFORMED,
         rooms={"canary": {"mode": "persistent"}},
         flaps=True,
-        recovery=25.0,  # it backs off
+        recovery=24.0,  # it backs off
     ),
 }
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _OK, _FAILED = 0, 1
 _MOST = 26
+_TORN = (KeyError, TypeError, AttributeError, IndexError, ValueError)  # of a file that somebody has changed
 
 
 def compare(invocation: "Invocation") -> int:
@@ -29,23 +30,21 @@ def compare(invocation: "Invocation") -> int:
         except UnreadableReportError as error:
             invocation.complain(configuration.shown(str(error)))
             return _FAILED
-        except (KeyError, TypeError, AttributeError, IndexError):
+        except _TORN:
             invocation.complain(configuration.shown(f"{path.name}: not a whole report"))
             return _FAILED
     if not 2 <= len(reports) <= _MOST:
         parser.error(f"{len(reports)} experiments in these files: from 2 to {_MOST} can be compared")
-    try:
-        found = comparison(reports)
-    except (KeyError, TypeError, AttributeError, IndexError):
-        invocation.complain("one of the files is not a whole report")
-        return _FAILED
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for written in pages.write(found, folder, options.name):
+        for written in pages.write(comparison(reports), folder, options.name):
             invocation.write(f"{written}\n")
     except OSError as error:
         invocation.complain(f"{configuration.shown(str(folder))}: {(error.strerror or str(error)).lower()}")
+        return _FAILED
+    except _TORN:
+        invocation.complain("one of the files is not a whole report")
         return _FAILED
     return _OK
 

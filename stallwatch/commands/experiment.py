@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stallwatch.cli import Invocation
 
 _OK, _FAILED, _INTERRUPTED = 0, 1, 130
+_ONE_SIGNAL_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MOST_TOKENS = 5_000_000
 _DEFAULTS = Shape()
@@ -97,6 +98,8 @@ def _made(
     gc.disable()  # a collection in a run would be a gap of our own making; it is made between runs
     try:
         found = run(_work(settings, asked, varied, say=say, progress=line.show, folder=folder, name=name))
+    except asyncio.CancelledError:
+        return _INTERRUPTED
     except (NotPossibleError, SourceError) as error:
         line.clear()
         detail = error.detail or str(error.reason) if isinstance(error, SourceError) else str(error)
@@ -139,9 +142,15 @@ async def _work(
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
 
+    first: float | None = None
+
     def signalled() -> None:
-        if stop.is_set() and task is not None:
+        nonlocal first
+        now = time.monotonic()
+        # A supervisor may tell the process and its group at once.
+        if first is not None and now - first > _ONE_SIGNAL_SECONDS and task is not None:
             task.cancel()
+        first = first or now
         progress("stopping; once more ends it at once")
         stop.set()
 

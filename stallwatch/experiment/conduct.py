@@ -19,7 +19,7 @@ from stallwatch.analysis.monitor import Monitor
 from stallwatch.experiment.conclude import Conclusion, conclude
 from stallwatch.experiment.confirm import CACHED_SHARE, counted
 from stallwatch.experiment.figures import duration, told
-from stallwatch.experiment.identity import Fingerprint, Identity, identity
+from stallwatch.experiment.identity import Fingerprint, Identity, identity, listening_command
 from stallwatch.experiment.load import Client, play
 from stallwatch.experiment.measure import Run, Taken, Threshold, measured, usual_gap
 from stallwatch.experiment.plan import Arm, Planned, Shape, matrix
@@ -203,11 +203,12 @@ class _Conductor:
                 whole = replace(taken, log=self.seen.log.within(taken.played.began, taken.played.ended))
                 runs.append(measured(whole, threshold, allow_busy=self.asked.allow_busy))
         now = self.tools.clock()
+        url = self.settings.engine.url
         found = identity(
             self.seen,
             model=self.model,
             fingerprint=self.fingerprint.text,
-            command=self.asked.command,
+            command=self.asked.command or listening_command(url.host or "", url.port or 80),
             given=self.asked.scheduler,
             seed=shape.seed,
         )

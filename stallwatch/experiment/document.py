@@ -16,7 +16,7 @@ from stallwatch.experiment.measure import MEASURES, Run
 from stallwatch.experiment.plan import cost
 from stallwatch.experiment.record import Followed
 from stallwatch.experiment.statistics import Estimate
-from stallwatch.observations import EngineCounters
+from stallwatch.observations import EngineCounters, HostSample
 
 SCHEMA: Final = "stallwatch.experiment/1"
 SWEEP_SCHEMA: Final = "stallwatch.sweep/1"
@@ -177,6 +177,7 @@ def _timeline(run: Run) -> dict[str, Any]:
             if seen.steps or seen.prefill
         ],
         "gpus": gpus,
+        "host": _host(taken.log.host, zero),
         "lag": [[since(seen.at), round(seen.lag, 4)] for seen in taken.log.lags if seen.lag >= 0.005],
     }
 
@@ -189,6 +190,19 @@ def _stream(reader: Followed, zero: float) -> dict[str, Any]:
     tokens = [count for _, count in reader.arrivals]
     if any(count != 1 for count in tokens):
         told["tokens"] = tokens
+    return told
+
+
+def _host(samples: Sequence[HostSample], zero: float) -> dict[str, Any]:
+    """Seconds that tasks waited for a resource, and that vLLM's container was not allowed to run: counters."""
+    told: dict[str, Any] = {"at": [round(seen.at - zero, 4) for seen in samples]}
+    for resource in ("cpu", "memory", "io"):
+        column = [seen.pressure_seconds.get((resource, "some")) for seen in samples]
+        if any(value is not None for value in column):
+            told[f"{resource}_waited_seconds"] = [None if value is None else round(value, 4) for value in column]
+    throttled = [seen.engine_throttled_seconds for seen in samples]
+    if any(value is not None for value in throttled):
+        told["engine_throttled_seconds"] = throttled
     return told
 
 

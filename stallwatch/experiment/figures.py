@@ -28,6 +28,7 @@ def figure(unit: str, value: float | None) -> str:
     """A value with its unit."""
     if value is None:
         return "-"
+    value = value if abs(value) >= 0.005 or unit == "seconds" else 0.0
     if unit == "seconds":
         return told(value)
     if unit == "ratio":

@@ -1,10 +1,13 @@
 """What was measured: server, model, settings, hardware, ourselves, so that two reports can be compared. I/O: procfs."""
 
+import ipaddress
 import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -129,6 +132,31 @@ def flags(command: str) -> Mapping[str, str]:
 def without_secrets(command: str) -> str:
     """A command that may be shown: keys, tokens and passwords taken out, on one line."""
     return plain(_SECRET_VARIABLE.sub(r"\1...", _SECRET_FLAG.sub(r"\1...", command)), _MOST)
+
+
+def listening_command(address: str, port: int, proc: Path = Path("/proc")) -> str | None:
+    """The command line of the process that listens there; None where it is not on this machine, or not to be seen."""
+    try:
+        if not (address == "localhost" or ipaddress.ip_address(address).is_loopback):
+            return None
+    except ValueError:
+        return None
+    inodes = {f"socket:[{inode}]" for name in ("tcp", "tcp6") for inode in _listening(proc / "net" / name, port)}
+    for folder in proc.glob("[0-9]*/fd"):
+        with suppress(OSError):
+            if any(str(fd.readlink()) in inodes for fd in folder.iterdir()):
+                words = (folder.parent / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+                return shlex.join(word for word in words if word)[: 4 * _MOST]
+    return None
+
+
+def _listening(table: Path, port: int) -> Iterator[str]:
+    """Inodes of sockets that listen on a port."""
+    with suppress(OSError, ValueError):
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
 
 
 def host(proc: Path = Path("/proc")) -> Mapping[str, Any]:

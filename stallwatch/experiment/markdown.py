@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from stallwatch.experiment.figures import figure, told
 
-_ACTIVE = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
+_ACTIVE = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
 ARMS: Final = ("alone", "uncached", "cached")
 SHOWN: Final = (

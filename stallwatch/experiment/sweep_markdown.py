@@ -42,23 +42,25 @@ def _sweep(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(report: Mapping[str, Any], curve: Mapping[str, Any]) -> Iterator[str]:
     """Means with their intervals, over the valid runs beside the uncached prompt."""
-    measures = report["measures"]
-    yield f"| {safe(report['parameter'])} | " + " | ".join(one["words"] for one in measures.values()) + " |"
-    yield "|---:|" + "---:|" * len(measures)
-    for point in curve["points"]:
-        marks = [
+    points = curve["points"]
+    marks = {
+        point["value"]: [
             word
             for word, value in (("knee", curve["knee"]), ("meets the objective", curve["meets_objective"]))
             if value == point["value"]
         ]
+        for point in points
+    }
+    heads = [safe(value) + (f" ({', '.join(words)})" if words else "") for value, words in marks.items()]
+    yield f"| {safe(report['parameter'])} | " + " | ".join(heads) + " |"
+    yield "|---|" + "---:|" * len(points)
+    for name, one in report["measures"].items():
         cells = []
-        for name, one in measures.items():
+        for point in points:
             seen = point["measures"].get(name)
-            cells.append(
-                "-" if seen is None else f"{figure(one['unit'], seen['mean'])} ({interval(one['unit'], seen)})"
-            )
-        mark = f" ({', '.join(marks)})" if marks else ""
-        yield f"| {safe(point['value'])}{mark} | " + " | ".join(cells) + " |"
+            told = "-" if seen is None else f"{figure(one['unit'], seen['mean'])} ({interval(one['unit'], seen)})"
+            cells.append(told)
+        yield f"| {one['words']} | " + " | ".join(cells) + " |"
     yield ""
 
 

@@ -69,7 +69,7 @@ export class Stack {
     root.setAttribute("role", "group");
     root.setAttribute("aria-label", label);
     root.append(this.instant, this.lane);
-    this.panels = panels.map((panel, place) => new Panel(this, panel, panels[place + 1]?.group !== panel.group));
+    this.panels = panels.map((panel, place) => new Panel(this, panel, place + 1 === panels.length || panels[place + 1].group !== panel.group));
     this.#place(root);
     root.addEventListener("keydown", (event) => this.#key(event));
     const sizes = new ResizeObserver(() => this.#resized());
@@ -469,7 +469,8 @@ class Panel {
 
   #time(split, step) {
     if (ofDay(this.stack.axis)) return clock(split, { seconds: step < 60, utc: this.stack.axis === "utc" });
-    return this.stack.axis === "elapsed" ? coarse(split) : short(split);
+    if (this.stack.axis !== "elapsed") return short(split);
+    return step < 1 ? figure("seconds", split) : coarse(split);
   }
 
   #shade(u) {

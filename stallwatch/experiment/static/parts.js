@@ -59,8 +59,11 @@ export function heldColumn(at, values, times) {
 /** A mean with its interval as text. */
 export function estimated(unit, seen) {
   if (!seen) return UNKNOWN;
-  if (seen.low === null || seen.high === null) return figure(unit, seen.mean);
-  return `${figure(unit, seen.mean)} (${figure(unit, seen.low)} to ${figure(unit, seen.high)})`;
+  // What is nothing at the precision shown is no minus nothing either.
+  const least = unit === "seconds" ? 5e-6 : 5e-3;
+  const [mean, low, high] = [seen.mean, seen.low, seen.high].map((value) => (value !== null && Math.abs(value) < least ? 0 : value));
+  if (low === null || high === null) return figure(unit, mean);
+  return `${figure(unit, mean)} (${figure(unit, low)} to ${figure(unit, high)})`;
 }
 
 /** Runs of a kind that count. */

@@ -31,9 +31,9 @@ for (const curve of report.curves) {
   againstValue(curve, title);
   const names = Object.keys(report.measures);
   page.append(section(`Means over valid runs beside the uncached prompt, with 95 % intervals${title}`, [
-    table([report.parameter, ...names.map((name) => report.measures[name].words)], curve.points.map((point) => [
-      point.value + marked(curve, point), ...names.map((name) => estimated(report.measures[name].unit, point.measures[name])),
-    ]), { numeric: [0, ...names.map((_, place) => place + 1)] }),
+    table([report.parameter, ...curve.points.map((point) => point.value + marked(curve, point))], names.map((name) => [
+      report.measures[name].words, ...curve.points.map((point) => estimated(report.measures[name].unit, point.measures[name])),
+    ]), { numeric: curve.points.map((_, place) => place + 1) }),
   ]));
 }
 
