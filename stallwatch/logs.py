@@ -83,7 +83,8 @@ def configure(
         processors=[*before, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
+        # Lines are rare, so nothing is gained by loggers that keep the first configuration they meet.
+        cache_logger_on_first_use=False,
     )
 
 

@@ -1,9 +1,11 @@
 """Options of the test run."""
 
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 ALONE = tuple(Path(__file__).parent / folder for folder in ("browser", "e2e"))
 
@@ -37,3 +39,14 @@ def pytest_runtest_makereport(
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be written anew."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Commands that run in this process configure logging; the next test shall not notice."""
+    root, access, loop = logging.getLogger(), logging.getLogger("aiohttp.access"), logging.getLogger("asyncio")
+    before = (root.handlers[:], root.level, access.handlers[:], access.propagate, loop.level)
+    yield
+    root.handlers[:], root.level, access.handlers[:], access.propagate, loop.level = before
+    logging.captureWarnings(capture=False)
+    structlog.reset_defaults()

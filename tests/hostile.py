@@ -202,8 +202,8 @@ def read_page(text: str) -> dict[str, float]:
     It is quicker than a parser; the client library's own reads a page of each run in `lint`.
     """
     values: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith("#"):
+    for line in text.split("\n"):  # of all that ends lines elsewhere, a label value may have the rest
+        if not line or line.startswith("#"):
             continue
         key, _, shown = line.rpartition(" ")
         value = float(shown)

@@ -22,7 +22,7 @@ from stallwatch.simulator.cost import Cause as TrueCause
 from stallwatch.simulator.cost import Pause, Slowdown, StepCost
 from stallwatch.simulator.faults import Fault, FaultKind
 from stallwatch.simulator.load import Arrival, Load, Users
-from stallwatch.simulator.scenario import Scenario
+from stallwatch.simulator.scenario import Scenario, ServerConfig
 from stallwatch.simulator.server import SimulatedServer
 from stallwatch.sources.stream import StreamRequest
 from tests import virtual
@@ -310,6 +310,22 @@ def test_an_interruption_keeps_what_there_is() -> None:
     assert found.conclusions[0].verdict is Verdict.INCONCLUSIVE
 
 
+def test_all_requests_go_to_one_rank() -> None:
+    """With several data-parallel ranks streams and prompt are pinned to the first: else nobody would share a step."""
+    ranks: list[int] = []
+
+    async def look(server: SimulatedServer, stop: asyncio.Event) -> None:
+        await until(lambda: sum(answer.ended is not None for answer in server.world.answers) >= 12)
+        ranks.extend(answer.request.rank for answer in server.world.answers)
+        stop.set()
+
+    found = conduct(replace(QUIET, server=ServerConfig(data_parallel_size=2)), beside=look)
+
+    assert set(ranks) == {0}
+    assert max(run.measures["running"] for run in found.runs) >= 2
+    assert reasons(found) == ""
+
+
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
     """A prompt longer than the model's context is refused before anything is sent."""
     with pytest.raises(NotPossibleError, match="does not fit into the model's 131,072"):
@@ -393,6 +409,7 @@ def runs(
     inside: float = 1.0,
     causes: dict[Cause, float] | None = None,
     preemptions: float = 0.0,
+    clock: float = 1.0,
 ) -> list[Run]:
     """Valid runs whose streams lost these seconds, a block each."""
     made = []
@@ -404,7 +421,12 @@ def runs(
             made.append(
                 Run(
                     taken=taken,
-                    measures={"lost_seconds": value, "preemptions": preemptions},
+                    measures={
+                        "lost_seconds": value,
+                        "preemptions": preemptions,
+                        "gpu_sm_clock_hertz": 2e9,
+                        "gpu_sm_clock_beside_hertz": clock * 2e9,
+                    },
                     confirmation=Confirmation(),
                     evidence=Evidence.UNKNOWN,
                     causes=causes or {},
@@ -470,6 +492,11 @@ LONG = (2.0, 2.2, 2.1, 1.9, 2.0)
             runs({Arm.ALONE: NONE, Arm.UNCACHED: LONG, Arm.CACHED: NONE}, preemptions=1.0),
             Verdict.CONTRADICTED,
             id="preempted",
+        ),
+        pytest.param(
+            runs({Arm.ALONE: NONE, Arm.UNCACHED: LONG, Arm.CACHED: NONE}, clock=0.7),
+            Verdict.CONTRADICTED,
+            id="a lower clock",
         ),
     ],
 )

@@ -24,6 +24,9 @@ EVIL = "tiny</script><img src=x onerror=alert(1)>|*_`"
 BUDGETS = (512, 2048)
 
 
+pytestmark = pytest.mark.xdist_group("reports")  # what its tests share is made once
+
+
 @pytest.fixture(scope="module")
 def made() -> dict[int, Any]:
     """Experiments against two token budgets, the model's name hostile."""

@@ -3,7 +3,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,16 +17,6 @@ from stallwatch import logs
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    root, access, loop = logging.getLogger(), logging.getLogger("aiohttp.access"), logging.getLogger("asyncio")
-    before = (root.handlers[:], root.level, access.handlers[:], access.propagate, loop.level)
-    yield
-    root.handlers[:], root.level, access.handlers[:], access.propagate, loop.level = before
-    logging.captureWarnings(capture=False)
-    structlog.reset_defaults()
 
 
 def one_line(stream: io.StringIO) -> str:

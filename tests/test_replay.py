@@ -34,6 +34,9 @@ def recording(path: Path, *lines: str, header: Header = HEADER) -> Path:
     return path
 
 
+pytestmark = pytest.mark.xdist_group("replay")  # what its tests share is made once
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Path, Path]:
     """A freeze beside the whole sidecar, its recording and its bundle."""

@@ -275,8 +275,15 @@ def beside(watched: Watched) -> list[float]:
     return [s.seconds for s in steps if s.prefill_tokens and s.decode_requests and s.start > 20]
 
 
-@pytest.mark.parametrize("evidence", ["balance", "plugin"])
-@pytest.mark.parametrize("asynchronous", [pytest.param(False, id="sync"), pytest.param(True, id="async")])
+@pytest.mark.parametrize(
+    ("asynchronous", "evidence"),
+    [
+        pytest.param(False, "balance", id="sync-balance"),
+        pytest.param(True, "plugin", id="async-plugin"),
+        pytest.param(True, "balance", id="async-balance", marks=pytest.mark.long),
+        pytest.param(False, "plugin", id="sync-plugin", marks=pytest.mark.long),
+    ],
+)
 def test_the_advised_budget_keeps_the_objective(evidence: str, *, asynchronous: bool) -> None:
     """Restarted with the advice, at most a tenth of the steps with prefill miss the objective that most had missed."""
     objective = 0.1

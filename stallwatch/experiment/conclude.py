@@ -33,6 +33,10 @@ INSIDE_SHARE: Final = 0.8
 _USUAL_PAIRS: Final = 5  # from which on 95 % intervals hold about what they promise
 
 
+CLOCK_SHARE: Final = 0.8
+"""The least that the GPUs' clock may be while the prompt is computed, of what it is when the streams are alone."""
+
+
 class Verdict(StrEnum):
     """What the runs show."""
 
@@ -230,6 +234,15 @@ class _Judged:
                 f"({share} of the time lost lies between its sending and its first token).",
                 self._more(),
             )
+        clock = self._clock()
+        if clock is not None and clock < CLOCK_SHARE:
+            return _Said(
+                Verdict.CONTRADICTED,
+                f"Only the uncached prompt pauses the streams ({_span(uncached)}), but while it is computed the GPUs' "
+                f"clock is at {clock:.0%} of what it is beside streams alone: how much of the pause is the clock's is "
+                "not shown.",
+                ["find out why the clock falls (power, heat, another tenant), then run the experiment again"],
+            )
         rival, seconds, all_seconds = self._rival()
         if rival is not None:
             return _Said(
@@ -253,6 +266,15 @@ class _Judged:
             "in the work of building prompt state; which kernel or resource is not shown.",
             ["vary the token budget with the same load: stallwatch experiment --launch ... --sweep ..."],
         )
+
+    def _clock(self) -> float | None:
+        """The SM clock while the uncached prompt is computed, as a share of that when the streams are alone."""
+        beside = self._known(Arm.UNCACHED, "gpu_sm_clock_beside_hertz")
+        alone = self._known(Arm.ALONE, "gpu_sm_clock_hertz")
+        return median(beside) / median(alone) if beside and alone and median(alone) > 0 else None
+
+    def _known(self, arm: Arm, measure: str) -> list[float]:
+        return [run.measures[measure] for run in self._of(arm) if measure in run.measures]
 
     def _rival(self) -> tuple[Cause | None, float, float]:
         """A cause other than prefill that the monitor saw explain half of the stalls beside the uncached prompt."""

@@ -393,6 +393,7 @@ class _Conductor:
             counted=counted(before, after),
             ended=clock(),
             problems=tuple(problems),
+            engine=self.seen.engine,
         )
 
     async def _at_rest(self) -> EngineCounters | None:

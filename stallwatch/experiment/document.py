@@ -139,7 +139,7 @@ def _timeline(run: Run) -> dict[str, Any]:
     def since(at: float | None) -> float | None:
         return None if at is None else round(at - zero, 4)
 
-    scrapes = [(seen.at, next(iter(seen.engines.values()))) for seen in taken.log.scrapes if len(seen.engines) == 1]
+    scrapes = [(seen.at, seen.engines[taken.engine]) for seen in taken.log.scrapes if taken.engine in seen.engines]
     gpus: dict[str, dict[str, list[Any]]] = {}
     for seen in taken.log.gpus:
         for reading in seen.gpus:

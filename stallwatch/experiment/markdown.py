@@ -14,7 +14,14 @@ SHOWN: Final = (
     *("icl_p99_seconds", "time_weighted_p95_seconds", "time_weighted_p99_seconds", "beside_itl_p99_seconds"),
     *("stall_seconds", "stream_ttft_seconds", "prompt_ttft_seconds", "decode_step_seconds", "mixed_step_seconds"),
     *("prefill_tokens_per_step", "prefill_tokens", "cached_tokens", "computed_tokens", "running", "waiting"),
-    *("kv_usage", "preemptions", "output_tokens_per_second", "total_tokens_per_second", "gpu_sm_clock_hertz"),
+    *(
+        "kv_usage",
+        "preemptions",
+        "output_tokens_per_second",
+        "total_tokens_per_second",
+        "gpu_sm_clock_hertz",
+        "gpu_sm_clock_beside_hertz",
+    ),
     *("gpu_utilization", "gpu_power_watts", "host_cpu_pressure", "host_memory_pressure", "host_io_pressure"),
     "observer_lag_seconds",
 )

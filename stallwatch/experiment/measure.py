@@ -75,6 +75,7 @@ MEASURES: Final = (
     Measure("gpu_utilization", "GPU utilisation", "ratio"),
     Measure("gpu_sm_clock_hertz", "SM clock", "hertz"),
     Measure("gpu_sm_clock_min_hertz", "SM clock, lowest", "hertz"),
+    Measure("gpu_sm_clock_beside_hertz", "SM clock while the prompt was computed", "hertz"),
     Measure("gpu_power_watts", "GPU power", "watts"),
     Measure("host_cpu_pressure", "host: tasks waited for CPU", "ratio"),
     Measure("host_memory_pressure", "host: tasks waited for memory", "ratio"),
@@ -95,6 +96,7 @@ class Taken:
     counted: Counted
     ended: float  # when the last figures about it were read
     problems: tuple[str, ...] = ()  # what went wrong around it
+    engine: str = "0"  # data-parallel rank that all requests went to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +273,7 @@ def _work(taken: Taken) -> dict[str, float | None]:
 
 def _state(taken: Taken, confirmation: Confirmation) -> dict[str, float | None]:
     played = taken.played
-    engine = [counters for seen in taken.log.scrapes for counters in seen.engines.values()]
+    engine = [seen.engines[taken.engine] for seen in taken.log.scrapes if taken.engine in seen.engines]
     seconds = played.ended - played.marked if played.marked is not None else 0.0
     output = sum(
         tokens
@@ -295,6 +297,13 @@ def _state(taken: Taken, confirmation: Confirmation) -> dict[str, float | None]:
 
 def _around(taken: Taken) -> dict[str, float | None]:
     readings = [reading for seen in taken.log.gpus for reading in seen.gpus]
+    spans = _computing(taken.played)
+    beside = [
+        reading.sm_clock
+        for seen in taken.log.gpus
+        for reading in seen.gpus
+        if spans is not None and spans[0] <= seen.at <= spans[1]
+    ]
     host = taken.log.host
     found = {
         "gpu_utilization": _mean(reading.utilization for reading in readings),
@@ -302,6 +311,7 @@ def _around(taken: Taken) -> dict[str, float | None]:
         "gpu_sm_clock_min_hertz": min(
             (reading.sm_clock for reading in readings if reading.sm_clock is not None), default=None
         ),
+        "gpu_sm_clock_beside_hertz": _mean(beside),
         "gpu_power_watts": _mean(reading.power for reading in readings),
     }
     if len(host) >= 2 and host[-1].at > host[0].at:

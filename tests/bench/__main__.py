@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tests.bench import figures, pages
 from tests.bench.beside import cost_figures
+from tests.bench.counters import counter_figures
 from tests.bench.figures import Figure
 from tests.bench.gaps import gap_figures
 from tests.vllm.environment import Environment, find
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
-PARTS = ("pages", "gaps", "vllm")
+PARTS = ("pages", "counters", "gaps", "vllm")
 HOW = "python3 tests/vllm/environment.py builds its environment (4 GB, once), then run make bench again"
 
 
@@ -28,6 +29,7 @@ def measure(wanted: Sequence[str], environment: Environment | None, folder: Path
     """The figures of the parts that are wanted, and what was left out."""
     parts: dict[str, Callable[[], list[Figure]]] = {
         "pages": pages.parsing,
+        "counters": partial(counter_figures, folder),
         "gaps": partial(gap_figures, environment, folder),
     }
     left_out = []

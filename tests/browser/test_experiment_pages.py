@@ -1,6 +1,7 @@
 """The pages of experiments in a real browser, from files: they need no network and draw what was measured."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,23 @@ from stallwatch.simulator.config import EngineConfig
 from stallwatch.simulator.scenario import Scenario, ServerConfig
 from tests.browser.driver import Browser, browser
 from tests.browser.stage import HOSTILE
-from tests.experiments import conduct
+from tests.experiments import SMALL, conduct
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def made(budget: int) -> Experiment:
+def made(budget: int, repeats: int = 1) -> Experiment:
     """An experiment against a server with a token budget and a hostile name."""
+    shape = replace(SMALL, repeats=repeats)
     engine = EngineConfig(max_num_batched_tokens=budget, max_num_seqs=64)
-    return conduct(Scenario(name="x", sentence="x", engine=engine, server=ServerConfig(model=HOSTILE)))
+    return conduct(Scenario(name="x", sentence="x", engine=engine, server=ServerConfig(model=HOSTILE)), shape=shape)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report, a sweep of three budgets and a comparison of two, as files."""
     place = tmp_path_factory.mktemp("pages")
-    found = {budget: made(budget) for budget in (256, 512, 2048)}
+    found = {256: made(256), 512: made(512, 3), 2048: made(2048)}
     swept = Sweep(
         varied=Varied(template=f"serve {HOSTILE} {{budget}}", parameter="budget", values=("256", "512", "2048", "9")),
         asked=found[256].asked,

@@ -140,7 +140,9 @@ def _delay(result: Result) -> float:
 JITTERED = {"long-prefill-off": 70.0, "jit-pause-off": 48.0, "queue-full-pulse": 40.0}
 
 
-@pytest.mark.parametrize("name", JITTERED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "queue-full-pulse")) for name in JITTERED]
+)
 def test_ten_runs_with_other_phases_agree(name: str) -> None:
     """Polls and pulses shifted against the scenario change no verdict."""
     runs = [run(NUMBERS[name], 0.037 + 0.277 * index, JITTERED[name]) for index in range(10)]
