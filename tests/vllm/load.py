@@ -42,7 +42,7 @@ class Request:
     after_tokens: int = 1
     delay: float = 0.0
     hang_up_after: int | None = None
-    timeout: float = 300.0
+    timeout: float = 900.0
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -140,7 +140,7 @@ class Load:
         """What has been seen up to now."""
         return streams(read_events(self.output))
 
-    def wait_for_tokens(self, name: str, tokens: int, *, timeout: float = 60.0) -> Stream:
+    def wait_for_tokens(self, name: str, tokens: int, *, timeout: float = 240.0) -> Stream:
         """Waits until `name` has `tokens` tokens or has ended; TimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -152,7 +152,7 @@ class Load:
             time.sleep(0.05)
         raise TimeoutError(f"{name} had no {tokens} tokens after {timeout:g} s")
 
-    def finish(self, *, timeout: float = 300.0) -> dict[str, Stream]:
+    def finish(self, *, timeout: float = 900.0) -> dict[str, Stream]:
         """Waits for every request to end and returns what each saw; TimeoutExpired after `timeout` seconds."""
         code = self._process.wait(timeout)
         if code != 0:
@@ -177,7 +177,7 @@ def load(url: str, plan: Iterable[Request], *, model: str = "tiny") -> Iterator[
             process.wait(10)
 
 
-def run(url: str, *plan: Request, model: str = "tiny", timeout: float = 300.0) -> dict[str, Stream]:
+def run(url: str, *plan: Request, model: str = "tiny", timeout: float = 900.0) -> dict[str, Stream]:
     """Runs `plan` to its end and returns what each request saw."""
     with load(url, plan, model=model) as running:
         return running.finish(timeout=timeout)

@@ -35,7 +35,7 @@ class Sidecar:
         found = ((at, sample(page, f"stallwatch_{name}", **labels)) for at, page in self.samples)
         return [(at, value) for at, value in found if value is not None]
 
-    def watch_while(self, busy: Callable[[], bool], *, every: float = 0.1, seconds: float = 120.0) -> None:
+    def watch_while(self, busy: Callable[[], bool], *, every: float = 0.1, seconds: float = 480.0) -> None:
         """Keeps a page every so often until `busy` is false. Raises `AssertionError` when it never is."""
         deadline = time.monotonic() + seconds
         while busy():
@@ -62,7 +62,7 @@ def beside(server: VllmServer, folder: Path, *settings: str, serving: bool = Tru
         sidecar = Sidecar(f"http://127.0.0.1:{port}", running)
         if serving:
             until(
-                lambda: sidecar.value("target_phase", phase="serving") == 1.0, 30, "the sidecar sees the server serve"
+                lambda: sidecar.value("target_phase", phase="serving") == 1.0, 120, "the sidecar sees the server serve"
             )
         yield sidecar
         assert running.popen.poll() is None, running.output()

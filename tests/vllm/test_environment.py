@@ -11,7 +11,7 @@ from tests.vllm.guard import members
 from tests.vllm.load import Stream
 from tests.vllm.server import VllmServer, sample
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 PROMPT_TOKENS = 12_000
 

@@ -17,7 +17,7 @@ from tests.vllm.plugin import FLAGS, mounted
 from tests.vllm.recording import Recording, judged, record, without
 from tests.vllm.server import VllmServer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 NO_CANARY = {"enabled": False}
 BALANCE = without("plugin", "write_bytes")

@@ -33,7 +33,7 @@ from tests.vllm.load import Request, Stream, decode_stream, load, prompt_text
 from tests.vllm.server import VllmServer
 from tests.vllm.truth import gaps, nearest_rank
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "stallwatch"

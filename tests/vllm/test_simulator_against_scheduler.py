@@ -20,7 +20,7 @@ from stallwatch.simulator.step import Outcome
 from tests.vllm.environment import HERE, Environment
 from tests.vllm.server import VARIABLES, _inherited_variables
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 CASES = 400
 Row = dict[str, Any]
