@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 
 Beside = Callable[[SimulatedServer], Coroutine[Any, Any, None]]
+Sampled = Callable[["Watched"], None]
 
 
 @dataclass(slots=True)
@@ -70,15 +71,17 @@ def watch(
     sample_every: float = 1.0,
     lead: float = 0.0,
     beside: Beside | None = None,
+    sampled: Sampled = lambda _watched: None,
     **rooms: object,
 ) -> Watched:
     """Runs the sidecar beside a scenario in virtual time; `rooms` are settings as nested mappings.
 
     `lead` lets the sidecar start that many seconds before the scenario. `beside` plays what else there is on the host.
+    `sampled` is called after each sample of the findings.
     Where the scenario says that the observer is late, the loop stands still for as long.
     """
     chosen = SCENARIOS[scenario] if isinstance(scenario, str) else scenario
-    return virtual.run(_watch(chosen, seconds or chosen.duration, sample_every, lead, beside, rooms))
+    return virtual.run(_watch(chosen, seconds or chosen.duration, sample_every, lead, beside, sampled, rooms))
 
 
 async def _watch(
@@ -87,6 +90,7 @@ async def _watch(
     sample_every: float,
     lead: float,
     beside: Beside | None,
+    sampled: Sampled,
     rooms: dict[str, object],
 ) -> Watched:
     loop = asyncio.get_running_loop()
@@ -121,6 +125,7 @@ async def _watch(
         while loop.time() < end and not any(task.done() for task in tasks if task.get_name() != "lateness"):
             await asyncio.sleep(min(sample_every, end - loop.time()))
             watched.findings.append(sidecar.monitor.findings(loop.time()))
+            sampled(watched)
         for task in tasks:
             task.cancel()
         for task in tasks:

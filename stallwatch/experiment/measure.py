@@ -15,11 +15,12 @@ from typing import Final
 from stallwatch.analysis.causes import Cause, StallKind
 from stallwatch.analysis.itl import MINIMUM_TOKENS, QUANTILES, Gap, GapWindow
 from stallwatch.analysis.observer import ObserverHistory, comparable
+from stallwatch.analysis.paired import PairedInterval
 from stallwatch.analysis.prefill import LADDER, Evidence
 from stallwatch.analysis.quantiles import WeightedQuantiles
 from stallwatch.experiment.confirm import Confirmation, Counted, confirm
 from stallwatch.experiment.plan import Planned
-from stallwatch.experiment.record import Log, Played
+from stallwatch.experiment.record import Followed, Log, Played
 
 SLOW_FACTOR: Final = 3.0
 """Times the usual gap from which on a gap counts as slow."""
@@ -256,10 +257,11 @@ def _work(taken: Taken) -> dict[str, float | None]:
     steps = sum(seen.steps for seen in clean)
     decode = sum(seen.seconds for seen in clean) / steps if steps else None
     found["decode_step_seconds"] = decode
-    known = [seen.prefill for seen in intervals if seen.prefill is not None]
+    own = {seen.until: _own_prefill(seen, taken.played.readers) for seen in intervals}
+    known = [max(0.0, seen.prefill - own[seen.until]) for seen in intervals if seen.prefill is not None]
     found["prefill_tokens"] = sum(known) if known else None
     exact = [sums for seen in intervals if seen.exact is not None and (sums := seen.exact.phases.get("mixed"))]
-    mixed = [seen for seen in intervals if seen.prefill and seen.mixed]
+    mixed = [seen for seen in intervals if seen.prefill and seen.mixed and not own[seen.until]]
     if exact and (count := sum(sums.steps for sums in exact)):
         found["mixed_step_seconds"] = sum(sums.seconds for sums in exact) / count
         found["prefill_tokens_per_step"] = sum(sums.prefill for sums in exact) / count
@@ -269,6 +271,18 @@ def _work(taken: Taken) -> dict[str, float | None]:
         found["prefill_tokens_per_step"] = sum(seen.prefill or 0.0 for seen in mixed) / count
     found["longest_step_seconds"] = max((seen.seconds for seen in intervals if seen.single), default=None)
     return found
+
+
+def _own_prefill(interval: PairedInterval, readers: Sequence[Followed]) -> float:
+    """Tokens of the streams' own prompts that were computed in an interval, which may reach back beyond the mark."""
+    return sum(
+        float(reader.closed.prompt_tokens)
+        for reader in readers
+        if reader.closed is not None
+        and reader.closed.prompt_tokens is not None
+        and reader.first_token_at is not None
+        and interval.since < reader.first_token_at <= interval.until
+    )
 
 
 def _state(taken: Taken, confirmation: Confirmation) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ from stallwatch.experiment.record import Log, Played
 from stallwatch.sources.http import Target
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.stream import StreamRequest
+from tests.bench.gaps import _BENCH, _plain_environment
 from tests.e2e.processes import stallwatch
 from tests.vllm.environment import Environment
 from tests.vllm.load import load, long_prompt
@@ -152,7 +153,7 @@ def together(
     folder.mkdir()
     process = subprocess.Popen(
         [
-            *(str(environment.python), "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+            *(str(environment.python), "-c", _BENCH),
             *("--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"),
             *("--model", str(environment.model("tiny")), "--served-model-name", "tiny"),
             *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", str(tokens)),
@@ -160,9 +161,10 @@ def together(
             *("--ready-check-timeout-sec", "0", "--save-result", "--save-detailed"),
             *("--result-dir", str(folder), "--result-filename", "bench.json"),
         ],
-        env={**os.environ, **VARIABLES},
+        env={**_plain_environment(), **VARIABLES},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        process_group=0,
     )
     try:
         deadline = time.monotonic() + 120
