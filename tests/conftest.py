@@ -1,6 +1,7 @@
 """Options of the test run."""
 
 import logging
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds our options."""
     parser.addoption("--forbid-skips", action="store_true", help="a test that skips itself fails")
     parser.addoption("--update-golden", action="store_true", help="writes golden files anew instead of comparing")
+
+
+def pytest_configure() -> None:
+    """Takes Ctrl-C again where a shell's `&` has it ignored, which every child would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -147,7 +147,7 @@ def test_exact_steps_come_with_the_plugin_only() -> None:
 
 @pytest.mark.parametrize("strip", [without_flags, without_plugin, list], ids=["balance", "mfu", "plugin"])
 def test_the_time_to_go_of_a_long_prompt_is_right(strip: object) -> None:
-    """During a prefill of 12,000 tokens the backlog falls, and its ETA is right within 25 % from the third poll on."""
+    """The backlog falls; the ETA of a first long prompt is absent up to the fourth poll, then right within 25 %."""
     assert callable(strip)
     seen = follow(strip(recorded("plugin-long")))
     long = [i for i in seen if (i.backlog_tokens or 0) > 0]
@@ -156,10 +156,11 @@ def test_the_time_to_go_of_a_long_prompt_is_right(strip: object) -> None:
     assert backlog == sorted(backlog, reverse=True)
     assert backlog[0] > 9000
     steps = [i for i in long if i.prefill_tokens]
-    rows = [(end - i.until, i.backlog_eta) for i in steps[2:-2]]
-    print("\n" + "  ".join(f"{true:.1f}/{eta:.1f}" for true, eta in rows if eta is not None))
+    rows = [(end - i.until, i.backlog_eta) for i in steps[:-2]]
+    print("\n" + "  ".join(f"{true:.1f}/{eta and round(eta, 1)}" for true, eta in rows))
+    assert all(eta is not None for _, eta in rows[4:])
     for true, eta in rows:
-        assert eta == pytest.approx(true, rel=0.25, abs=0.5)
+        assert eta is None or eta == pytest.approx(true, rel=0.25, abs=0.5)
 
 
 def test_every_rung_says_how_to_get_there() -> None:

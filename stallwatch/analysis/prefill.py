@@ -6,23 +6,19 @@ up when they stop while the engine works, and everything is chosen anew after a 
 own fields only, so that they can be compared; only the best is the answer.
 """
 
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 from typing import Final
 
 from stallwatch.analysis.balance import BalanceEstimator, BalanceInterval
 from stallwatch.analysis.counting import delta, was_reset
 from stallwatch.analysis.mfu import MfuEstimator, MfuInterval
+from stallwatch.analysis.pace import PrefillPace, Stretch
 from stallwatch.observations import Buckets, CacheFacts, EngineCounters
 
 _PATIENCE: Final = 3
 """Intervals in which the engine made steps and a rung's figures stood still, after which the rung is given up."""
-_PACE_SAMPLES: Final = 64
-_TOO_FAST: Final = 6.0
-"""Times the typical pace above which a sample's tokens and seconds are not of the same step."""
 
 
 class Evidence(StrEnum):
@@ -136,42 +132,6 @@ class PrefillInterval:
     """What each rung says, for comparison; never mixed."""
 
 
-@dataclass(slots=True)
-class _Pace:
-    """Seconds per prompt token as a function of how far into its prompt the engine is.
-
-    A prompt token attends to all before it, so the pace falls along a long prompt: a straight line in the position is
-    fitted to what the last steps took, and the time to go is its integral over the rest.
-    """
-
-    _seen: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_PACE_SAMPLES))
-
-    def add(self, position: float, tokens: float, seconds: float) -> None:
-        """Takes an interval: tokens computed around `position` tokens into the open prompt, in `seconds`."""
-        if tokens > 0 and seconds > 0:
-            self._seen.append((position, tokens, seconds / tokens))
-
-    def eta(self, position: float, backlog: float) -> float | None:
-        """Seconds for the next `backlog` tokens from `position`."""
-        if backlog <= 0:
-            return 0.0
-        if not self._seen:
-            return None
-        # Under async scheduling a prompt shows itself while the step before its first chunk ends: far too fast a pace.
-        least = median(y for _, _, y in self._seen) / _TOO_FAST
-        seen = [(x, n, y) for x, n, y in self._seen if y >= least]
-        total = sum(n for _, n, _ in seen)
-        mean_x = sum(x * n for x, n, _ in seen) / total
-        mean_y = sum(y * n for _, n, y in seen) / total
-        spread = sum(n * (x - mean_x) ** 2 for x, n, _ in seen)
-        slope = 0.0
-        if len(seen) >= 3 and spread > 0:
-            slope = max(0.0, sum(n * (x - mean_x) * (y - mean_y) for x, n, y in seen) / spread)
-            slope *= (len(seen) - 2) / (len(seen) - 1)  # few points make a steep line of noise
-        middle = position + backlog / 2
-        return backlog * max(mean_y + slope * (middle - mean_x), min(y for _, _, y in seen) / 2)
-
-
 class PrefillLadder:
     """Follows one engine from scrape to scrape."""
 
@@ -179,14 +139,14 @@ class PrefillLadder:
         self._cache: CacheFacts | None = None
         self._balance: BalanceEstimator | None = None
         self._mfu = MfuEstimator()
-        self._pace = _Pace()
+        self._pace = PrefillPace()
         self._last: EngineCounters | None = None
         self._at = 0.0
         self._restart()
 
     def _restart(self) -> None:
         self._mfu.reset()
-        self._pace = _Pace()
+        self._pace = PrefillPace()
         self._hits = 0.0
         self._still = dict.fromkeys((Evidence.PLUGIN, Evidence.MFU), _PATIENCE)
         self._done = 0.0
@@ -237,13 +197,14 @@ class PrefillLadder:
             estimates[Evidence.COMPLETION] = booked
         evidence = next((rung for rung in LADDER if rung in estimates), Evidence.UNKNOWN)
         tokens = estimates.get(evidence)
-        backlog, eta = self._backlog(before, counters, balance, tokens, at)
+        known = exact if evidence is Evidence.PLUGIN else None
+        backlog, eta = self._backlog(before, counters, balance, known, tokens, at)
         return PrefillInterval(
             since=since,
             until=at,
             evidence=evidence,
             prefill_tokens=tokens,
-            exact_steps=exact if evidence is Evidence.PLUGIN else None,
+            exact_steps=known,
             backlog_tokens=backlog,
             backlog_eta=eta,
             balance=balance,
@@ -277,33 +238,44 @@ class PrefillLadder:
         before: EngineCounters,
         after: EngineCounters,
         balance: BalanceInterval | None,
+        exact: ExactSteps | None,
         tokens: float | None,
         at: float,
     ) -> tuple[float | None, float | None]:
         if balance is None or not balance.trusted or tokens is None:
             return None, None
         booked = delta(before.prompt_local_compute, after.prompt_local_compute) or 0.0
-        was_done = self._done
+        was_done, was_to_go = self._done, self._open - self._done
         # How much work is open is booked to the token; how much of it is done comes from the best evidence.
         self._open = balance.open_tokens
         self._done = min(max(0.0, was_done + tokens - booked), self._open)
         if balance.aborted_tokens > 0 or balance.parked:
             self._done = min(self._done, max(0.0, self._open - balance.backlog_tokens))
         backlog = self._open - self._done
-        # Time is booked to the step's end, and a step may span polls: it ran since the last one that brought tokens.
         if tokens > 0:
-            itl, steps = delta(before.itl_count, after.itl_count), delta(before.iterations, after.iterations)
-            seconds = delta(before.itl_sum, after.itl_sum)
-            if itl and steps and seconds and itl >= steps:
-                took: float | None = seconds / itl * steps
-            else:
-                took = None if self._worked_since is None else at - self._worked_since
+            took = self._took(before, after, exact, at)
             if took is not None:
-                self._pace.add(was_done + tokens / 2 if booked == 0 else tokens / 2, tokens, took)
+                middle = tokens / 2 if booked > 0 else was_done + tokens / 2
+                pure = was_to_go > 0 and backlog > 0 and booked == 0
+                self._pace.add(Stretch(middle, tokens, took), pure=pure)
             self._worked_since = at
         elif self._open <= 0 or backlog <= 0:
             self._worked_since = None
         return backlog, self._pace.eta(self._done, backlog)
+
+    def _took(self, before: EngineCounters, after: EngineCounters, exact: ExactSteps | None, at: float) -> float | None:
+        """Seconds of the steps with prompt tokens that ended in an interval.
+
+        Without the plugin those are all steps of the interval: right while a prompt is open from end to end.
+        """
+        if exact is not None:
+            return sum(sums.seconds for phase, sums in exact.phases.items() if phase != "decode")
+        # Time is booked to the step's end, and a step may span polls: it ran since the last one that brought tokens.
+        itl, steps = delta(before.itl_count, after.itl_count), delta(before.iterations, after.iterations)
+        seconds = delta(before.itl_sum, after.itl_sum)
+        if itl and steps and seconds and itl >= steps:
+            return seconds / itl * steps
+        return None if self._worked_since is None else at - self._worked_since
 
 
 def _worked(before: EngineCounters, after: EngineCounters) -> bool:

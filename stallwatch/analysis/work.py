@@ -137,7 +137,8 @@ class EngineWork:
             return
         backlog, self.last = self.last.backlog_tokens if self.last is not None else None, seen
         if seen.backlog_tokens != backlog:
-            self._backlog_moved = at
+            # The step that moved it ended at any time between the two scrapes, but no step has ended since.
+            self._backlog_moved = at - min(seen.until - seen.since, self._step_seconds()) / 2
         paired = self._pairing.pair(before, counters, seen)
         others = self._book(seen, paired)
         self.worked = self.worked or bool(others or (paired is not None and paired.steps))
@@ -317,7 +318,7 @@ class EngineWork:
             return backlog, None
         # It was right when a step ended. The step under way brings the end nearer, one that hangs does not; and under
         # async scheduling it is a step whose tokens do not count as open any more.
-        usual = self.paired.seconds / self.paired.steps if self.paired is not None else 0.0
+        usual = self._step_seconds()
         since = max(0.0, now - self._backlog_moved)
         match self._asynchronous():
             case True:
@@ -327,6 +328,9 @@ class EngineWork:
             case None:
                 shift = -min(usual / 2, since)
         return backlog, max(0.0, last.backlog_eta + shift)
+
+    def _step_seconds(self) -> float:
+        return self.paired.seconds / self.paired.steps if self.paired is not None else 0.0
 
     def _asynchronous(self) -> bool | None:
         """Whether the balance runs a step ahead of what has ended; None while nothing told."""
