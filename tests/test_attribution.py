@@ -49,8 +49,10 @@ class Stage:
             at = start + second + 1
             self.around.read_host(HostSample(at=at, pressure_seconds={("memory", "some"): total}))
 
-    def judge(self, stall: Frozen) -> Verdict:
-        return attribute(stall, Scene(EngineWindow(), self.around, 30.0))
+    def judge(self, stall: Frozen, *, pace: float | None = None) -> Verdict:
+        engine = EngineWindow()
+        engine._pace.extend([pace] * 3 if pace is not None else ())
+        return attribute(stall, Scene(engine, self.around, 30.0))
 
 
 def frozen(
@@ -281,6 +283,22 @@ def test_a_hang_needs_time() -> None:
 
     assert told(5) is Cause.UNKNOWN
     assert told(31) is Cause.ENGINE_HANG
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pace", "cause"),
+    [
+        pytest.param(2_300.0, 0.001, Cause.ENGINE_HANG, id="too few to fill it at the pace seen"),
+        pytest.param(9_000.0, 0.001, Cause.PREFILL, id="enough at the pace seen"),
+    ],
+)
+def test_prompts_that_came_during_a_hang_do_not_hide_it(tokens: float, pace: float, cause: Cause) -> None:
+    """Once a hang has ended, what was let in at its end explains it only if so many tokens may take that long."""
+    stretch = slow(10, 66, prefill=tokens, booked=tokens)
+
+    verdict = Stage().judge(frozen(gap(10, 66), stretches=[stretch]), pace=pace)
+
+    assert verdict.cause is cause
 
 
 def test_a_hang_is_not_said_while_a_prompt_is_open() -> None:

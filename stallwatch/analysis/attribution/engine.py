@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Final
 
-from stallwatch.analysis.attribution.frozen import LATE, SLOWEST, Frozen, Scene, Slice
+from stallwatch.analysis.attribution.frozen import LATE, Frozen, Scene, Slice
 from stallwatch.analysis.causes import Cause, Evidence
 from stallwatch.analysis.gaps import Piece, Witness
 from stallwatch.analysis.window import Stretch
 
-_SLOWER: Final = 4.0
-"""Times the usual pace that a prompt's tokens may cost: the end of a long prompt is that much slower than its start."""
 _CLOCK_FELL: Final = 0.9
 _TIGHT: Final = 0.8  # KV usage: those who were thrown out have just given theirs back
 _ROUNDING: Final = 128.0  # tokens that rounding to blocks may show where nothing was computed
@@ -127,12 +125,10 @@ def _recomputes(stretch: Stretch) -> bool:
 
 def _allowed(stretch: Stretch, scene: Scene) -> float:
     """Seconds that the prompt tokens of a stretch may have cost its readers."""
-    pace = scene.engine.pace()
-    most = SLOWEST if pace is None else _SLOWER * pace
     if stretch.prefill is None:
         return stretch.seconds
     tokens = stretch.prefill + stretch.flown if stretch.moved else 0.0
-    return (tokens or _chunk(stretch, scene)) * most
+    return (tokens or _chunk(stretch, scene)) * scene.dearest()
 
 
 def _chunk(stretch: Stretch, scene: Scene) -> float:

@@ -12,8 +12,10 @@ from stallwatch.analysis.window import EngineWindow, Stretch
 LATE: Final = 0.6
 """Seconds after the end of a gap by which the server's page shows what ended it."""
 
-SLOWEST: Final = 0.02
+_SLOWEST: Final = 0.02
 """Seconds that a token of prefill may cost before any pace is known: a few times what two CPU cores need."""
+_SLOWER: Final = 4.0
+"""Times the usual pace that a prompt's tokens may cost: the end of a long prompt is that much slower than its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ class Scene:
         if known is None:
             known = self._spells[start, end] = self.around.gpus(start, end)
         return known
+
+    def dearest(self) -> float:
+        """Seconds that a token of prefill may cost its readers."""
+        pace = self.engine.pace()
+        return _SLOWEST if pace is None else _SLOWER * pace
 
     def refresh(self) -> None:
         """More may be known now than when it was asked last."""

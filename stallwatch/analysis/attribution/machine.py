@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from stallwatch.analysis.attribution.frozen import SLOWEST, Frozen, Scene, Slice
+from stallwatch.analysis.attribution.frozen import Frozen, Scene, Slice
 from stallwatch.analysis.causes import Cause, Evidence
 from stallwatch.analysis.window import Stretch
 
@@ -62,7 +62,7 @@ def host_pressure(stall: Frozen, scene: Scene) -> Evidence | None:
 
 def engine_hang(stall: Frozen, scene: Scene) -> Evidence | None:
     """Requests were decoding and no step ended, for longer than any step takes."""
-    held = [part for part in stall.slices if part.stretch is not None and _stands_still(part.stretch)]
+    held = [part for part in stall.slices if part.stretch is not None and _stands_still(part.stretch, scene)]
     silence = max((_silence(part.stretch, stall) for part in held if part.stretch is not None), default=0.0)
     legitimate = [seen.slow_seconds for seen in scene.engine.newest() if seen.has_prefill and seen.until < stall.start]
     limit = max(scene.hang_seconds, _LONGER * max(legitimate, default=0.0))
@@ -96,14 +96,14 @@ def _idle(part: Slice, stretch: Stretch, scene: Scene) -> float:
     return scene.gpus(part.start, part.end).idle or 0.0
 
 
-def _stands_still(stretch: Stretch) -> bool:
+def _stands_still(stretch: Stretch, scene: Scene) -> bool:
     """Whether hardly a step ended in it, and not because of prompts."""
     lost = stretch.lost or 0.0
     if stretch.decoders < 0.5 or lost <= 0.5 * stretch.seconds:
         return False
     # Requests that came during a freeze are let in at its end, our own prompt may be open: few tokens fill no freeze.
     ahead = stretch.backlog[0] if stretch.backlog is not None else 0.0
-    return max(ahead, (stretch.prefill or 0.0) + stretch.flown) * SLOWEST <= 0.5 * lost
+    return max(ahead, (stretch.prefill or 0.0) + stretch.flown) * scene.dearest() <= 0.5 * lost
 
 
 def _silence(stretch: Stretch, stall: Frozen) -> float:
