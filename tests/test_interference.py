@@ -11,8 +11,8 @@ from stallwatch.analysis.paired import PairedInterval
 from stallwatch.analysis.prefill import Evidence
 from stallwatch.analysis.spans import SpanUnion
 from stallwatch.analysis.work import WorkView
-from stallwatch.simulator.cost import Slowdown
-from stallwatch.simulator.load import Arrival, Load, Users
+from stallwatch.simulator.cost import Cause, Pause, Slowdown
+from stallwatch.simulator.load import Arrival, Load, Users, every
 from stallwatch.simulator.scenario import Scenario
 from stallwatch.simulator.scenarios import SCENARIOS
 from tests.harness import Watched, watch
@@ -367,6 +367,26 @@ def test_a_slow_clock_is_not_interference() -> None:
     found = work_of(run(slow, interval_seconds=0.25))
 
     assert found.interference_mean == pytest.approx(0, abs=0.005)
+
+
+@pytest.mark.parametrize("plugin", [pytest.param(False, id="balance"), pytest.param(True, id="plugin")])
+def test_a_hang_is_not_interference(*, plugin: bool) -> None:
+    """Prompts that came while the engine hung are computed in the step that ends it, and did not make it long."""
+    calm = Scenario(
+        name="calm",
+        sentence="Prompts of 3,000 tokens beside readers.",
+        duration=120,
+        load=Load(every(3.0, Arrival(at=5.0, prompt_tokens=3_000, output_tokens=20), times=38), (READERS,)),
+    )
+    pause = Pause(at=90.3, seconds=20.0, cause=Cause.ENGINE_HANG)
+    usual, hung = (
+        work_of(run(each, interval_seconds=0.25, plugin=plugin)) for each in (calm, replace(calm, pauses=(pause,)))
+    )
+
+    assert hung.interference_seconds == pytest.approx(usual.interference_seconds, rel=0.1)
+    assert hung.model is not None
+    assert usual.model is not None
+    assert hung.model.r2 == pytest.approx(usual.model.r2, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["long-prefill", "degraded"])

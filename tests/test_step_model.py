@@ -181,6 +181,17 @@ class TestBudget:
         assert (plain.context_min, plain.context_max) == (500, 6_400)
 
 
+def test_a_step_that_hangs_is_not_its_prompts_doing() -> None:
+    """A step far too long is held up, one that is a few times dearer is not, and four in a row are what is usual now."""
+    model = taught()
+
+    assert not model.held_up(step(200, 4, prefill=2_000, cost=4 * B))
+    assert not model.held_up(step(201, 4, prefill=5, cost=100 * B))
+    assert [model.held_up(step(202 + i, 4, prefill=2_000, cost=70 * B)) for i in range(4)] == [True, True, True, False]
+    assert not StepModel().held_up(step(300, 4, prefill=2_000, cost=70 * B))
+    assert not model.held_up(step(301, 4))
+
+
 def test_the_plugins_sums_are_used_as_they_are() -> None:
     """With exact sums of each phase, steps that share an interval are told apart."""
     model = StepModel()

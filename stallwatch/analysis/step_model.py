@@ -27,6 +27,13 @@ longer than chunks of 511 had led to expect, and 13 % of the steps exceeded the 
 LEAST_R2: Final = 0.5
 """Share of the variance of step times below which the model explains too little to advise."""
 _SAMPLES: Final = 256
+_HELD_UP: Final = 10.0
+"""Times what the largest usual chunk costs above which a step's length is not its prompts' doing: a clock that fell, or
+the end of a long prompt, make it a few times."""
+_LEAST_USUAL: Final = 20
+"""Samples with prefill below which nothing is usual yet."""
+_BELIEVED: Final = 4
+"""Such steps in a row that are what is usual from now on."""
 _LEAST_CONTEXT_SAMPLES: Final = 5
 _LEAST_CHUNKS: Final = 3.0
 """Chunks that the contexts seen must span before the cost of context can be told from noise."""
@@ -82,6 +89,7 @@ class StepModel:
 
     _line: DecodeLine = field(default_factory=DecodeLine)
     _mixed: deque[MixedSteps] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    _strange: int = 0  # held up, in a row
 
     def restart(self) -> None:
         """The server is another process, perhaps of another model."""
@@ -91,38 +99,31 @@ class StepModel:
     def add(self, seen: PairedInterval) -> None:
         """Takes the steps of an interval."""
         if seen.exact is not None:
-            decode, mixed = seen.exact.phases.get("decode"), seen.exact.phases.get("mixed")
+            decode = seen.exact.phases.get("decode")
             if decode is not None and decode.steps > 0:
                 self._line.add(seen.until, _sums(decode))
-            if mixed is not None and mixed.steps > 0 and mixed.prefill > 0:
-                self._mixed.append(
-                    MixedSteps(
-                        steps=mixed.steps,
-                        mixed=mixed.steps,
-                        decode=mixed.decode,
-                        beside=max(1.0, mixed.decode / mixed.steps),
-                        waited=mixed.decode_seconds,
-                        prefill=mixed.prefill,
-                        context=seen.context,
-                    )
-                )
-            return
-        if seen.steps < 1:
-            return
-        if seen.decoding_only:
+        elif seen.steps >= 1 and seen.decoding_only:
             self._line.add(seen.until, DecodeSums.of_interval(seen.steps, seen.decoders, seen.seconds))
-        elif seen.prefill and seen.accompanied:
-            self._mixed.append(
-                MixedSteps(
-                    steps=seen.steps,
-                    mixed=seen.mixed,
-                    decode=seen.samples,
-                    beside=seen.decoders_beside,
-                    waited=seen.waited,
-                    prefill=seen.prefill,
-                    context=seen.context,
-                )
-            )
+        sample = _mixed(seen)
+        if sample is not None:
+            self._mixed.append(sample)
+
+    def held_up(self, seen: PairedInterval) -> bool:
+        """Whether steps with prefill took so long that something else than their prompts must have held them up."""
+        sample = _mixed(seen)
+        if sample is None:
+            return False
+        costs = self._costs() if len(self._mixed) >= _LEAST_USUAL else []
+        base = self._line.along(self._line.fit, sample.decode / sample.steps) if costs else None
+        self._strange += 1
+        if base is not None and self._strange < _BELIEVED:
+            chunk = _quantile_of([(s.prefill / max(1.0, s.mixed), s.prefill) for s, _ in costs], 0.95)
+            usual = _quantile(costs, 0.95) * max(chunk, sample.prefill / max(1.0, sample.mixed))
+            excess = (sample.waited - sample.decode * base) / sample.beside / max(1.0, sample.mixed)
+            if excess > _HELD_UP * usual > 0:
+                return True
+        self._strange = 0
+        return False
 
     def view(self) -> StepModelView | None:
         """The coefficients; None while nothing is known."""
@@ -219,6 +220,34 @@ class StepModel:
             error += sample.mixed * ((cost - expected) * chunk) ** 2
         total = tt - t * t / n
         return max(0.0, 1 - error / total) if total > 0 else None
+
+
+def _mixed(seen: PairedInterval) -> MixedSteps | None:
+    """The steps with prefill of an interval, and with what else they are only known together."""
+    if seen.exact is not None:
+        mixed = seen.exact.phases.get("mixed")
+        if mixed is None or mixed.steps <= 0 or mixed.prefill <= 0:
+            return None
+        return MixedSteps(
+            steps=mixed.steps,
+            mixed=mixed.steps,
+            decode=mixed.decode,
+            beside=max(1.0, mixed.decode / mixed.steps),
+            waited=mixed.decode_seconds,
+            prefill=mixed.prefill,
+            context=seen.context,
+        )
+    if seen.steps < 1 or seen.decoding_only or not seen.prefill or not seen.accompanied:
+        return None
+    return MixedSteps(
+        steps=seen.steps,
+        mixed=seen.mixed,
+        decode=seen.samples,
+        beside=seen.decoders_beside,
+        waited=seen.waited,
+        prefill=seen.prefill,
+        context=seen.context,
+    )
 
 
 def _sums(sums: StepSums) -> DecodeSums:

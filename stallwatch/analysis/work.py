@@ -250,7 +250,8 @@ class EngineWork:
             # Estimates are rounded to blocks: what is left beside our own prompt need not be anybody's.
             block = self.cache.block_size if self.cache is not None and self.cache.block_size is not None else 0
             others = others if others > block else 0.0
-        beside = others > 0 or (seen.in_flight and self._beside)
+        held_up = self.model.held_up(seen)
+        beside = (others > 0 or (seen.in_flight and self._beside)) and not held_up
         expected = self.baseline.seconds(seen.decoders) if seen.steps else None
         self.interference.add(seen, beside=beside, baseline=expected)
         if seen.steps or prefill:
@@ -260,7 +261,7 @@ class EngineWork:
             self._decoders = seen.decoders
             if seen.decoding_only:
                 self.baseline.add(seen.until, seen.decoders, seen.seconds, seen.steps)
-        if others > 0 or not ours:
+        if (others > 0 or not ours) and not held_up:
             self.model.add(seen)
         self._observe(seen, others=others, ours=ours)
 
