@@ -43,7 +43,7 @@ test-vllm: $(TESTING) tools ## against a real vLLM on the CPU (builds its enviro
 	$(PYTHON) tests/vllm/environment.py
 	$(BIN)/pytest -m 'vllm and not long' $(PYTEST_ARGS)
 
-test-container: $(TESTING) tools ## builds the image and runs it under a pod's limits (makes a base image once: 600 MB)
+test-container: $(TESTING) ## builds the image and runs it under a pod's limits (makes a base image once: 200 MB)
 	$(BIN)/python tests/container/environment.py
 	$(BIN)/pytest -m 'container and not long' $(PYTEST_ARGS)
 
@@ -70,8 +70,8 @@ lock: $(READY) ## pins the requirements anew
 			--constraint requirements/dev.txt --group pyproject.toml:$$group --output-file requirements/$$group.txt || exit 1; \
 	done
 
-docs: $(READY) ## writes what is generated: the metric and the configuration reference, the list of dashboards
-	$(BIN)/python deploy/build.py
+docs: $(READY) ## writes what is generated: alert rules, dashboards, the metric and the configuration reference
+	$(BIN)/python -m deploy.build
 	$(BIN)/python -m tests.docs --update
 
 clean: ## removes the environment and what tests left

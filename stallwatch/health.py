@@ -41,7 +41,20 @@ class Health:
     failures: Counter[tuple[Source, Failure]] = field(default_factory=Counter)
 
     def polled(self, poll: Poll) -> None:
-        """Takes the outcome of one poll."""
+        """Takes the outcome of one poll, and says so in the log where it changes anything."""
+        before = self.sources.get(poll.source)
+        failure = poll.failure
+        if not self.remember(poll):
+            return
+        if failure is not None:
+            log.warning("source down", source=poll.source, reason=failure.reason, detail=failure.detail)
+        elif before is None:
+            log.info("source up", source=poll.source)
+        else:
+            log.info("source up", source=poll.source, down_seconds=round(poll.ended - before.since, 3))
+
+    def remember(self, poll: Poll) -> bool:
+        """Takes the outcome of one poll. Returns whether the source went up or down with it."""
         before = self.sources.get(poll.source)
         failure = poll.failure
         up = failure is None
@@ -56,11 +69,4 @@ class Health:
         )
         if failure is not None:
             self.failures[poll.source, failure.reason] += 1
-        if not changed:
-            return
-        if failure is not None:
-            log.warning("source down", source=poll.source, reason=failure.reason, detail=failure.detail)
-        elif before is None:
-            log.info("source up", source=poll.source)
-        else:
-            log.info("source up", source=poll.source, down_seconds=round(poll.ended - before.since, 3))
+        return changed

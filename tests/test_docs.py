@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.artifacts.test_rules import anchors
 from tests.docs import ROOT, generated
 
 PAGES = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -19,3 +20,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
 
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_anchors_exist(page: Path) -> None:
+    """Links into a page name a heading that it has."""
+    links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text())
+
+    assert [
+        (target, anchor)
+        for target, anchor in links
+        if anchor not in anchors((page.parent / target if target else page).read_text())
+    ] == []

@@ -182,7 +182,7 @@ class TestBudget:
 
 
 def test_a_step_that_hangs_is_not_its_prompts_doing() -> None:
-    """A step far too long is held up, one that is a few times dearer is not, and four in a row are what is usual now."""
+    """A step far too long is held up, one a few times dearer is not, and four in a row are what is usual now."""
     model = taught()
 
     assert not model.held_up(step(200, 4, prefill=2_000, cost=4 * B))

@@ -352,6 +352,12 @@ def _objectives(t: Mapping[str, str], newest: Newest) -> Group:
         f"or max by ({ENGINE}) (\n  {quantile('engine')}\n)\n"
         f"or max by ({ENGINE}) (\n  {quantile('canary')}\n)"
     )
+    still = t["itl_p99_still"]
+    # Over only where that is known: no more than one of a hundred of the readers' tokens late, and no second missed.
+    over = (
+        f"unless on ({ENGINE}) (\n  engine:stallwatch_itl_late:ratio_rate{still} <= 0.01\n"
+        f"  and on ({ENGINE}) sum by ({ENGINE}) (rate(stallwatch_slo_missed_seconds_total[{still}])) == 0\n)"
+    )
     ttft = "stallwatch_canary_time_to_first_token_seconds"
     fast, slow = "StallwatchBudgetBurnFast", "StallwatchBudgetBurnSlow"
     return Group(
@@ -360,11 +366,16 @@ def _objectives(t: Mapping[str, str], newest: Newest) -> Group:
         (
             # A persistent canary sees every gap exactly; pulses miss most freezes, so there all readers come first.
             Recording("engine:stallwatch_itl_seconds:p99_5m", p99),
+            Recording(
+                f"engine:stallwatch_itl_late:ratio_rate{still}",
+                f"1 - sum by ({ENGINE}) (rate(stallwatch_engine_itl_good_total[{still}]))\n/\n"
+                f"(sum by ({ENGINE}) (rate(stallwatch_engine_itl_total[{still}])) > 0)",
+            ),
             Alert(
                 "StallwatchItlP99AboveObjective",
                 t["itl_p99_severity"],
                 f"engine:stallwatch_itl_seconds:p99_5m\n> on ({POD}) group_left ()\n"
-                f"{newest('stallwatch_slo_itl_objective_seconds')}",
+                f"{newest('stallwatch_slo_itl_objective_seconds')}\n{over}",
                 "The 99th percentile of inter-token latency is above the objective.",
                 f"{WHERE}: ITL p99 of the last 5 minutes is {{{{ $value | humanizeDuration }}}}, objective "
                 f"{OBJECTIVE}. Prefill tokens: {PREFILL}; advised budget: {BUDGET}. Top cause: {CAUSE_LATELY}.",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from stallwatch import configuration
 from stallwatch.commands.rejudging import judged
 from stallwatch.commands.replay_lines import AsJson, AsText
+from stallwatch.commands.replay_series import Scraper, openmetrics
 from stallwatch.commands.terminal import showable
 from stallwatch.recorder.reading import Recording, RecordingError
 
@@ -28,12 +29,21 @@ def replay(invocation: "Invocation") -> int:
         parser.error(f"argument --every: {options.every:g} is not a number of seconds above 0")
     recording = Recording(Path(options.file))
     shown = AsJson() if options.json else AsText()
+    scraper = Scraper({"job": "stallwatch", "instance": recording.path.name})
     try:
-        for told in judged(recording, rest, every=options.every):
+        for told in judged(recording, rest, every=options.every, beside=scraper.beside):
             for line in shown.lines(told):
                 invocation.write(showable(line, invocation.stdout) + "\n")
+            if options.openmetrics:
+                scraper.take(told)
+        if options.openmetrics:
+            with Path(options.openmetrics).open("w") as out:
+                out.writelines(openmetrics(scraper.samples))
     except RecordingError as error:
         invocation.complain(configuration.shown(str(error)))
+        return 1
+    except OSError as error:
+        invocation.complain(f"argument --openmetrics: {options.openmetrics}: {(error.strerror or str(error)).lower()}")
         return 1
     if recording.torn:
         invocation.complain("the end of the file is missing, or of a part of it: what came before was judged")
@@ -44,7 +54,9 @@ def replay(invocation: "Invocation") -> int:
 
 def _parser(invocation: "Invocation") -> "argparse.ArgumentParser":
     parser = invocation.parser()
-    parser.usage = f"stallwatch {invocation.command} FILE [--json] [--every SECONDS] [--SETTING VALUE ...]"
+    parser.usage = (
+        f"stallwatch {invocation.command} FILE [--json] [--every SECONDS] [--openmetrics FILE] [--SETTING VALUE ...]"
+    )
     parser.epilog = (
         "Judges by the settings that were recorded; --slo.itl_seconds 0.2 and the like ask what would have been. "
         "Variables and configuration files are not read, so that the same command gives the same answer everywhere."
@@ -53,5 +65,10 @@ def _parser(invocation: "Invocation") -> "argparse.ArgumentParser":
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that was found")
     parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS", help="how often to say how things stand (default: 10)"
+    )
+    parser.add_argument(
+        "--openmetrics",
+        metavar="FILE",
+        help="write the metrics page of those moments too, as OpenMetrics with the times of the recording",
     )
     return parser

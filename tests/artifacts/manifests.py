@@ -124,6 +124,7 @@ def violations(spec: Mapping[str, Any], only: Sequence[str] | None = None) -> li
     found = []
     if only is None:
         found += [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
+        found += ["sysctls"] if spec.get("securityContext", {}).get("sysctls") else []
     allowed = {
         "configMap",
         "csi",
@@ -149,6 +150,10 @@ def violations(spec: Mapping[str, Any], only: Sequence[str] | None = None) -> li
             "capabilities": capabilities.get("drop") != ["ALL"] or bool(capabilities.get("add")),
             "runAsNonRoot": either.get("runAsNonRoot") is not True,
             "runAsUser": either.get("runAsUser") == 0,
+            "seLinuxOptions": {"user", "role"} & set(either.get("seLinuxOptions", {})) != set(),
+            "appArmorProfile": either.get("appArmorProfile", {}).get("type") == "Unconfined",
+            "procMount": own.get("procMount", "Default") != "Default",
+            "hostProcess": bool(either.get("windowsOptions", {}).get("hostProcess")),
             "seccompProfile": either.get("seccompProfile", {}).get("type") not in {"RuntimeDefault", "Localhost"},
             "hostPort": any("hostPort" in port for port in container.get("ports", ())),
         }

@@ -1,7 +1,10 @@
 """The Helm chart: rendered by Helm's own library, held against schemas, and against the manifests beside it."""
 
+import gzip
+import json
 import re
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from tests.artifacts.manifests import (
     validate,
     violations,
 )
-from tests.artifacts.promtool import ROOT, RULES
+from tests.artifacts.promtool import ROOT, RULES, program
 from tests.artifacts.test_manifests import a_deployment
 
 CHART = ROOT / "deploy" / "helm" / "stallwatch"
@@ -101,9 +104,7 @@ def test_objects_are_valid(values: Mapping[str, Any]) -> None:
 
 def test_by_default_nothing_runs() -> None:
     """The chart alone installs the shared parts: no pod, no NetworkPolicy, no access to the API."""
-    assert {each["kind"] for each in objects()} == {"PodMonitor", "PrometheusRule"} | (
-        {"ConfigMap"} if list((ROOT / "dashboards").glob("*.json")) else set()
-    )
+    assert {each["kind"] for each in objects()} == {"PodMonitor", "PrometheusRule", "ConfigMap"}
 
 
 def test_rules_are_those_of_prometheus() -> None:
@@ -145,6 +146,18 @@ def test_dashboards_are_taken_as_they_are(tmp_path: Path) -> None:
     assert maps[0]["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def test_a_packaged_chart_holds_the_dashboards(tmp_path: Path) -> None:
+    """What `helm package` makes has our dashboards word for word, and fits into the Secret that Helm keeps of it."""
+    package = Path(helm_python.package(CHART, destination=tmp_path))
+    made = objects(chart=package)
+    held = {name: text.strip() for each in made if each["kind"] == "ConfigMap" for name, text in each["data"].items()}
+    release = package.read_bytes() + gzip.compress(json.dumps(made).encode())
+
+    assert held == {path.name: path.read_text().strip() for path in (ROOT / "dashboards").glob("*.json")}
+    assert {"stallwatch-readers.json", "stallwatch-why.json"} <= set(held)
+    assert len(release) * (4 / 3) ** 2 < 2**20  # Helm writes base64, and Kubernetes once more
+
+
 def test_one_watcher_for_each_engine() -> None:
     """Pods of a StatefulSet are watched one by one under their stable names; series carry the engine's own labels."""
     made = watchers(WATCHING)
@@ -153,19 +166,69 @@ def test_one_watcher_for_each_engine() -> None:
     environ = {entry["name"]: entry["value"] for entry in named(pod(first))["env"]}
     monitors = {each["metadata"]["name"]: each for each in objects(WATCHING) if each["kind"] == "PodMonitor"}
     monitor = monitors["stallwatch-watchers"]["spec"]
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    targets = {rule["targetLabel"]: rule["sourceLabels"][0] for rule in endpoint["relabelings"]}
 
     assert set(made) == {"stallwatch-solo", "stallwatch-vllm-0", "stallwatch-vllm-1"}
     assert environ["STALLWATCH_ENGINE__URL"] == "http://vllm-0.vllm-headless.serving.svc:8000"
     for target, value in (("pod", "vllm-0"), ("namespace", "serving"), ("job", "vllm")):
         assert labels[f"stallwatch/engine-{target}"] == value
-        # Prometheus writes every other character of a label's name as an underscore.
-        assert targets[target] == "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", f"stallwatch/engine-{target}")
     assert monitor["selector"]["matchLabels"].items() <= labels.items()
     assert "stallwatch/sidecar" not in labels
     assert first["spec"]["strategy"] == {"type": "Recreate"}
     assert first["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_prometheus_gives_series_the_labels_of_the_engine(tmp_path: Path) -> None:
+    """Its own relabelling, with the monitor's steps behind those that the operator writes, names the watched engine."""
+    made = objects(WATCHING)
+    (monitor,) = [each for each in made if each["metadata"]["name"] == "stallwatch-watchers"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    steps = [
+        {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
+        {"source_labels": ["__meta_kubernetes_pod_name"], "target_label": "pod"},
+        {"target_label": "job", "replacement": "llm/stallwatch-watchers"},
+    ]
+    steps += [
+        {
+            "source_labels": each["sourceLabels"],
+            "regex": each["regex"],
+            "target_label": each["targetLabel"],
+        }
+        for each in endpoint["relabelings"]
+    ]
+    pods = {name: template(each)["metadata"]["labels"] for name, each in watchers(WATCHING).items()}
+    targets = [
+        {
+            "targets": [f"10.0.0.{index}:9709"],
+            "labels": {
+                "__meta_kubernetes_namespace": "llm",
+                "__meta_kubernetes_pod_name": f"{name}-7d9c",
+                # Prometheus writes every other character of a label's name as an underscore.
+                **{"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", key): value for key, value in labels.items()},
+            },
+        }
+        for index, (name, labels) in enumerate(sorted(pods.items()))
+    ]
+    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    job = {
+        "job_name": "watchers",
+        "file_sd_configs": [{"files": [str(tmp_path / "targets.json")]}],
+        "relabel_configs": steps,
+    }
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    command = [program("promtool", "prometheus"), "check", "service-discovery", "--timeout=1s"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "prometheus.yml"), "watchers"], capture_output=True, text=True, check=True
+    )
+    found = {
+        tuple(each["labels"].get(name) for name in ("namespace", "pod", "job")) for each in json.loads(done.stdout)
+    }
+
+    assert found == {
+        ("serving", "vllm-0", "vllm"),
+        ("serving", "vllm-1", "vllm"),
+        # Not told whose series they are, they keep the watcher's own.
+        ("llm", "stallwatch-solo-7d9c", "llm/stallwatch-watchers"),
+    }
 
 
 def test_watchers_do_not_take_their_own_machine_for_the_engines() -> None:
@@ -193,23 +256,22 @@ def test_pods_pass_the_restricted_level() -> None:
         assert all(container["securityContext"]["readOnlyRootFilesystem"] for container in containers(spec))
 
 
-def test_large_numbers_survive() -> None:
-    """Helm turns integers into floats; the recorder still gets the right number, and its volume twice the room."""
-    (deployment, *_) = watchers({**WATCHING, "settings": {"recorder": {"max_bytes": 200000000}}}).values()
-    environ = {entry["name"]: entry["value"] for entry in named(pod(deployment))["env"]}
-    limits = [each["emptyDir"]["sizeLimit"] for each in pod(deployment)["volumes"] if "incidents" in each["name"]]
+@pytest.mark.parametrize(
+    "size", [None, 200_000_000, 400_000_000, 0x40000000, "300MiB", "1.5 GiB", "900mb", "5e8", "700000K"], ids=str
+)
+def test_incidents_have_twice_the_room_that_they_may_take(size: str | int | None) -> None:
+    """However the size is spelt, also where Helm turned it into a float: the volume holds twice what is written."""
+    settings = {} if size is None else {"recorder": {"max_bytes": size}}
+    own = {**WATCHING["watchers"][0], "name": "own", "settings": settings}
+    for values in ({**WATCHING, "settings": settings}, {"watchers": [own]}):
+        (deployment, *_) = watchers(values).values()
+        environ = {entry["name"]: entry["value"] for entry in named(pod(deployment))["env"]}
+        bytes_written = configuration.load([], environ).settings.recorder.max_bytes
+        (limit,) = [each["emptyDir"]["sizeLimit"] for each in pod(deployment)["volumes"] if "incidents" in each["name"]]
 
-    assert configuration.load([], environ).settings.recorder.max_bytes == 200_000_000
-    assert megabytes(limits[0]) * 2**20 >= 2 * 200_000_000
-
-
-def test_incidents_have_twice_the_room_that_they_may_take() -> None:
-    """Without values of one's own, the volume holds more than twice what the recorder may write."""
-    (deployment, *_) = watchers(WATCHING).values()
-    environ = {entry["name"]: entry["value"] for entry in named(pod(deployment))["env"]}
-    limits = [each["emptyDir"]["sizeLimit"] for each in pod(deployment)["volumes"] if "incidents" in each["name"]]
-
-    assert megabytes(limits[0]) * 2**20 >= 2 * configuration.load([], environ).settings.recorder.max_bytes
+        assert bytes_written == size or not isinstance(size, int)
+        assert 512 <= megabytes(limit) <= max(512, 2 * bytes_written / 2**20 + 1)
+        assert megabytes(limit) * 2**20 >= 2 * bytes_written
 
 
 def parent(folder: Path, values: Mapping[str, Any]) -> Object:
@@ -284,6 +346,38 @@ def test_the_named_sidecar_has_its_variants(tmp_path: Path) -> None:
     assert environ["STALLWATCH_CANARY__MODE"] == "persistent"
     mounts = {mount["name"]: mount["mountPath"] for mount in sidecar["volumeMounts"]}
     assert Path(environ["STALLWATCH_ENGINE__API_KEY_FILE"]).parent == Path(mounts["stallwatch-api-key"])
+
+
+def test_the_chart_and_kustomize_want_the_same_certificates(tmp_path: Path) -> None:
+    """With a secret and client certificates, container and volumes are those of the component, in watchers too."""
+    values = {"tlsSecret": {"name": "stallwatch-tls", "clientCertificates": True}, "image": {"tag": "latest"}}
+    made = parent(tmp_path, values)
+    (other,) = overlaid(tmp_path / "other", a_deployment(), ["sidecar", "client-certificates"])
+    ours, theirs = named(pod(made)), named(pod(other))
+    for container in (ours, theirs):
+        for key in ("env", "volumeMounts"):
+            container[key].sort(key=lambda entry: entry["name"])
+    volumes = [each for each in pod(other)["volumes"] if each["name"].startswith("stallwatch")]
+    watching = list(watchers({**WATCHING, **values}).values())
+    validate([made, *watching])
+
+    assert ours == theirs
+    assert by_name(pod(made)["volumes"]) == by_name(volumes)
+    for watcher in watching:
+        assert named(pod(watcher))["livenessProbe"] == theirs["livenessProbe"]
+        assert by_name(pod(watcher)["volumes"])["stallwatch-tls"] == by_name(volumes)["stallwatch-tls"]
+
+
+def test_with_a_certificate_the_probe_speaks_https() -> None:
+    """Where clients need none of their own, the kubelet goes on asking; by default there is no TLS."""
+    for tls, scheme in ({"name": "mine"}, "HTTPS"), ({}, None):
+        for deployment in watchers({**WATCHING, "tlsSecret": tls}).values():
+            container = named(pod(deployment))
+            environ = {entry["name"]: entry["value"] for entry in container["env"]}
+
+            assert container["livenessProbe"]["httpGet"].get("scheme") == scheme
+            assert ("STALLWATCH_WEB__TLS_CERT_FILE" in environ) is (scheme is not None)
+            assert "STALLWATCH_WEB__CLIENT_CA_FILE" not in environ
 
 
 def test_the_network_policy_is_off_and_leaves_vllm_open_when_on() -> None:

@@ -1,10 +1,11 @@
 """A real Alertmanager with the example configuration: who is told what, and what a freeze silences."""
 
 import json
+import os
 import re
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.e2e.processes import free_port, get, process, until
 CONFIG = ROOT / "deploy" / "prometheus" / "alertmanager.yml"
 SEVERITY = {alert.alert: alert.severity for alert in build.alerts(build.groups())}
 SERVICE = {"namespace": "llm", "job": "vllm"}
+RUNBOOK = ROOT / "docs" / "runbook.md"
 BY_SERVICE = {alert.alert for alert in build.alerts(build.groups()) if not alert.by_pod}
 
 
@@ -47,20 +49,25 @@ def suppressed(url: str, case: str, *sent: str, **changes: Mapping[str, str]) ->
     """Sends alerts of one namespace, and returns the names of those that Alertmanager holds back."""
     place = {"namespace": case}
     labels = [labels_of(name, {**changes.get(name, {}), **place}) for name in sent]
+    seen = post(url, labels)
+    return {alert["labels"]["alertname"] for alert in seen if alert["status"]["state"] == "suppressed"}
+
+
+def post(url: str, labels: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Sends alerts, and returns them with what Alertmanager has judged."""
     body = json.dumps([{"labels": one} for one in labels]).encode()
     request = urllib.request.Request(
         f"{url}/api/v2/alerts", data=body, headers={"Content-Type": "application/json"}, method="POST"
     )
     urllib.request.urlopen(request, timeout=5).close()
-    wanted = f"{url}/api/v2/alerts?filter=namespace%3D%22{case}%22"
     seen: list[dict[str, Any]] = []
 
     def judged() -> bool:
-        seen[:] = json.loads(get(wanted))
-        return len(seen) == len(sent) and all(alert["status"]["state"] != "unprocessed" for alert in seen)
+        seen[:] = [alert for alert in json.loads(get(f"{url}/api/v2/alerts")) if alert["labels"] in labels]
+        return len(seen) == len(labels) and all(alert["status"]["state"] != "unprocessed" for alert in seen)
 
     until(judged, 60, "Alertmanager has judged the alerts")
-    return {alert["labels"]["alertname"] for alert in seen if alert["status"]["state"] == "suppressed"}
+    return seen
 
 
 def test_the_configuration_is_valid() -> None:
@@ -150,3 +157,81 @@ def test_a_p99_ticket_does_not_hold_back_the_budget_page(alertmanager: str) -> N
     sent = ("StallwatchItlP99AboveObjective", "StallwatchBudgetBurnFast")
 
     assert suppressed(alertmanager, "ticket", *sent, StallwatchItlP99AboveObjective={"severity": "warning"}) == set()
+
+
+FROZEN = "StallwatchReadersFrozen"
+GONE = "StallwatchServerGone"
+BY_A_FREEZE = {
+    *("StallwatchItlP99AboveObjective", "StallwatchTtftAboveObjective", "StallwatchAdmissionStalled"),
+    *("StallwatchInterferenceHigh", "StallwatchGpuClockLow", "StallwatchServerGone", "StallwatchBlind"),
+    *("StallwatchMetricsUnreachable", "StallwatchCanaryFailing"),
+    *("StallwatchBudgetBurnFast", "StallwatchBudgetBurnSlow", "StallwatchReadersLate"),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "held"),
+    [
+        (FROZEN, BY_A_FREEZE),
+        (GONE, BY_A_FREEZE - {GONE, "StallwatchInterferenceHigh", "StallwatchGpuClockLow"}),
+        ("StallwatchBudgetBurnFast", {"StallwatchBudgetBurnSlow", "StallwatchReadersLate"}),
+        ("StallwatchMetricsUnreachable", {"StallwatchBlind"}),
+    ],
+)
+def test_what_follows_from_an_alert_is_held_back_with_it(source: str, held: set[str], alertmanager: str) -> None:
+    """Beside one alert just those are held back that follow from it, when nothing else fires that would."""
+    others = {FROZEN, GONE, "StallwatchItlP99AboveObjective", "StallwatchBudgetBurnFast"}
+    others |= {"StallwatchMetricsUnreachable", "StallwatchSidecarUnreachable"}
+    sent = {source} | held | (set(SEVERITY) - others)
+
+    assert suppressed(alertmanager, source.lower(), *sent) == held
+
+
+def silences() -> list[str]:
+    """The commands of the runbook that silence alerts."""
+    section = RUNBOOK.read_text().partition("## Silences for maintenance and roll-outs")[2]
+    commands = section.partition("```sh\n")[2].partition("```")[0].replace("\\\n", " ")
+    return [line for line in commands.splitlines() if line.startswith("amtool silence add")]
+
+
+def shell(command: str, url: str) -> str:
+    """What a command of the runbook prints, with the address that it expects in the environment."""
+    program("amtool", "prometheus-alertmanager")
+    environ = {**os.environ, "AM": url, "USER": "someone"}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "spared", "pods"),
+    [
+        pytest.param(0, {FROZEN}, {"vllm-0", "vllm-1"}, id="a-roll-out"),
+        pytest.param(1, set(), {"vllm-0"}, id="one-pod"),
+    ],
+)
+def test_a_silence_of_the_runbook_holds_back_what_it_says(
+    recipe: int, spared: set[str], pods: set[str], alertmanager: str
+) -> None:
+    """The command is accepted as it stands, silences that and nothing else, and ends with the command that ends it."""
+    silence = shell(silences()[recipe], alertmanager)
+    sent = [FROZEN, "StallwatchSidecarGone", "StallwatchNvmlDown"]
+    labels = [
+        labels_of(name, {"namespace": namespace, "pod": pod})
+        for name in sent
+        for namespace in ("llm", "other")
+        for pod in ("vllm-0", "vllm-1")
+    ]
+    judged = post(alertmanager, labels)
+    held = {
+        (one["labels"]["alertname"], one["labels"]["pod"])
+        for one in judged
+        if one["status"]["silencedBy"] == [silence] and one["labels"]["namespace"] == "llm"
+    }
+    listed = shell("amtool silence query --alertmanager.url=$AM", alertmanager)
+    shell(f"amtool silence expire --alertmanager.url=$AM {silence}", alertmanager)
+
+    assert held == {(name, pod) for name in set(sent) - spared for pod in pods}
+    assert not [one for one in judged if one["labels"]["namespace"] == "other" and one["status"]["silencedBy"]]
+    assert silence in listed
+    assert silence not in shell("amtool silence query --alertmanager.url=$AM", alertmanager)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy import build
 from stallwatch import configuration
 from stallwatch.settings import Settings
 from tests.artifacts.manifests import (
@@ -92,7 +93,7 @@ VARIANTS = {
     "native": ("sidecar",),
     "native-all": ("sidecar", "plugin", "guaranteed", "nvml", "nvml-cdi", "client-certificates"),
     "plain": ("sidecar-plain",),
-    "plain-all": ("sidecar-plain", "plugin", "guaranteed", "nvml", "nvml-cdi"),
+    "plain-all": ("sidecar-plain", "plugin", "guaranteed", "nvml", "nvml-cdi", "client-certificates"),
 }
 every_variant = pytest.mark.parametrize("components", VARIANTS.values(), ids=VARIANTS)
 
@@ -124,7 +125,7 @@ def test_kustomizations_build_objects_that_clusters_accept(name: str) -> None:
 
 def test_an_object_as_the_cluster_gives_it_can_be_patched(tmp_path: Path) -> None:
     """`kubectl get -o yaml` beside the kustomization `existing` is enough."""
-    for name in ("existing", "sidecar"):
+    for name in ("existing", "sidecar", "sidecar-leader"):
         shutil.copytree(KUBERNETES / name, tmp_path / name)
     live = copy.deepcopy(VLLM)
     live["metadata"] |= {"uid": "0", "resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -134,6 +135,15 @@ def test_an_object_as_the_cluster_gives_it_can_be_patched(tmp_path: Path) -> Non
 
     assert named(pod(made))["image"] == "stallwatch:latest"
     assert made["metadata"]["resourceVersion"] == "1"
+
+
+@pytest.mark.parametrize("variant", ["sidecar", "sidecar-plain"])
+@pytest.mark.parametrize("make", [a_deployment, a_stateful_set])
+def test_adding_the_sidecar_again_changes_nothing(make: Any, variant: str, tmp_path: Path) -> None:
+    """What the cluster gives back with the sidecar in it can be patched with a newer one."""
+    once = one_made(tmp_path / "once", make(), variant)
+
+    assert one_made(tmp_path / "twice", once, variant) == once
 
 
 @every_variant
@@ -188,6 +198,42 @@ def test_containers_of_ours_pass_the_restricted_level(components: tuple[str, ...
         assert container["securityContext"]["runAsUser"] == 65532
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert mounts["/var/run/secrets/kubernetes.io/serviceaccount"] == "stallwatch-no-token"
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        ("pod", {"hostNetwork": True}),
+        ("pod", {"hostPID": True}),
+        ("pod", {"securityContext": {"sysctls": [{"name": "net.ipv4.ip_forward", "value": "1"}]}}),
+        ("pod", {"volumes": [{"name": "host", "hostPath": {"path": "/"}}]}),
+        ("container", {"privileged": True}),
+        ("container", {"allowPrivilegeEscalation": True}),
+        ("container", {"allowPrivilegeEscalation": None}),
+        ("container", {"capabilities": {"drop": ["NET_RAW"]}}),
+        ("container", {"capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE"]}}),
+        ("container", {"runAsNonRoot": None}),
+        ("container", {"runAsUser": 0}),
+        ("container", {"seccompProfile": None}),
+        ("container", {"seccompProfile": {"type": "Unconfined"}}),
+        ("container", {"procMount": "Unmasked"}),
+        ("port", {"hostPort": 9709}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_the_restricted_level_is_judged(place: str, change: Object) -> None:
+    """Each thing that the level refuses would be found in the drill's pod, which passes without it."""
+    spec = pod(documents((KUBERNETES / "drill" / "drill.yaml").read_text())[0])
+    container = spec["containers"][0]
+    spec["securityContext"] = {"runAsUser": 65532}  # leaves the rest to the containers
+    container["ports"] = [{"containerPort": 9709}]
+    places = {"pod": spec, "container": container["securityContext"], "port": container["ports"][0]}
+    assert violations(spec) == []
+    places[place].update(change)
+    for key in [key for key, value in change.items() if value is None]:
+        del places[place][key]
+
+    assert len(violations(spec)) == 1
 
 
 @pytest.mark.parametrize("name", ["example", "drill"])
@@ -252,6 +298,16 @@ def test_gpus_are_seen_and_not_taken(variant: str, tmp_path: Path) -> None:
     assert not [key for kind in named(seen)["resources"].values() for key in kind if "gpu" in key]
 
 
+def test_gpus_are_asked_for_by_name_of_the_container(tmp_path: Path) -> None:
+    """The overlay `nvml-cdi` annotates the pod for this container alone; no runtime class, nothing of the scheduler."""
+    made = one_made(tmp_path, a_deployment(), "sidecar", "nvml-cdi")
+
+    assert template(made)["metadata"]["annotations"] == {
+        "nvidia.cdi.k8s.io/container.stallwatch": "management.nvidia.com/gpu=all"
+    }
+    assert pod(made) == pod(one_made(tmp_path / "usual", a_deployment(), "sidecar"))
+
+
 def test_the_network_policy_is_off_and_leaves_vllm_open_when_on(tmp_path: Path) -> None:
     """None by default; with it, vLLM's ports stay open to everyone and ours to Prometheus."""
     theirs = [VLLM, SERVICE]
@@ -274,22 +330,39 @@ def test_the_network_policy_is_off_and_leaves_vllm_open_when_on(tmp_path: Path) 
     validate(made)
 
 
-def test_a_leader_worker_set_is_watched_at_its_leader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["sidecar", "sidecar-plain"])
+def test_a_leader_worker_set_is_watched_at_its_leader(variant: str, tmp_path: Path) -> None:
     """The leader gets the same sidecar as a Deployment, workers and vLLM's own container stay as they were."""
-    made = one_made(tmp_path / "leader", LEADER_WORKER_SET, "sidecar-leader", "guaranteed", "nvml", "nvml-cdi")
-    bare = one_made(tmp_path / "bare", LEADER_WORKER_SET, "sidecar-leader")
-    usual = pod(one_made(tmp_path / "usual", a_deployment(), "sidecar"))
+    made = one_made(tmp_path / "leader", LEADER_WORKER_SET, variant)
+    usual = pod(one_made(tmp_path / "usual", a_deployment(), variant))
+    theirs = LEADER_WORKER_SET["spec"]["leaderWorkerTemplate"]
 
-    assert named(pod(bare)) == named(usual)
-    assert pod(bare)["containers"] == pod(LEADER_WORKER_SET)["containers"]
-    assert (
-        made["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        == (LEADER_WORKER_SET["spec"]["leaderWorkerTemplate"]["workerTemplate"])
-    )
-    assert template(bare)["metadata"]["labels"] == {"role": "leader", "stallwatch/sidecar": "true"}
-    assert named(pod(made))["resources"]["limits"]["cpu"] == "500m"
-    assert pod(made)["runtimeClassName"] == "nvidia"
-    validate([bare, made])
+    assert named(pod(made)) == named(usual)
+    assert pod(made)["containers"][:1] == pod(LEADER_WORKER_SET)["containers"]
+    assert len(containers(pod(made))) == 2
+    assert ("initContainers" in pod(made)) is (variant == "sidecar")
+    assert made["spec"]["leaderWorkerTemplate"]["workerTemplate"] == theirs["workerTemplate"]
+    assert template(made)["metadata"]["labels"] == {"role": "leader", "stallwatch/sidecar": "true"}
+    validate([made])
+
+
+def test_the_variants_for_a_leader_are_those_for_a_deployment(tmp_path: Path) -> None:
+    """Equal requests and limits, GPUs and client certificates make the same container of both."""
+    variants = ("sidecar", "guaranteed", "nvml", "nvml-cdi", "client-certificates")
+    made = one_made(tmp_path / "leader", LEADER_WORKER_SET, *variants)
+    usual = one_made(tmp_path / "usual", a_deployment(), *variants)
+    ours, theirs = named(pod(made)), named(pod(usual))
+    for container in (ours, theirs):
+        for key in ("env", "volumeMounts"):
+            container[key].sort(key=lambda entry: entry["name"])
+    validate([made])
+
+    assert ours == theirs
+    assert pod(made)["runtimeClassName"] == pod(usual)["runtimeClassName"] == "nvidia"
+    assert template(made)["metadata"]["annotations"] == template(usual)["metadata"]["annotations"]
+    assert [each for each in pod(made)["volumes"] if each["name"] == "stallwatch-tls"] == [
+        each for each in pod(usual)["volumes"] if each["name"] == "stallwatch-tls"
+    ]
 
 
 def test_a_leader_with_init_containers_is_refused_loudly(tmp_path: Path) -> None:
@@ -298,7 +371,7 @@ def test_a_leader_with_init_containers_is_refused_loudly(tmp_path: Path) -> None
     pod(theirs)["initContainers"] = [{"name": "download", "image": "download"}]
 
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        one_made(tmp_path, theirs, "sidecar-leader")
+        one_made(tmp_path, theirs, "sidecar")
     assert "testing value /spec/leaderWorkerTemplate" in refused.value.stderr
 
 
@@ -340,16 +413,19 @@ def test_the_copy_of_the_plugin_is_what_the_tests_mount(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("change", ["name", "args"])
+@pytest.mark.parametrize("change", ["name", "args", "command", "kind"])
 def test_the_plugin_is_refused_where_it_cannot_be_added(change: str, tmp_path: Path) -> None:
-    """A container of another name, or one without args, fails when building and not in the cluster."""
-    theirs = copy.deepcopy(VLLM)
+    """Another name, no args, a shell that would swallow the flags, or a leader: building fails, and not the cluster."""
+    theirs = copy.deepcopy(LEADER_WORKER_SET if change == "kind" else VLLM)
+    vllm = pod(theirs)["containers"][0]
     if change == "name":
-        pod(theirs)["containers"][0]["name"] = "server"
-    else:
-        del pod(theirs)["containers"][0]["args"]
+        vllm["name"] = "server"
+    elif change == "args":
+        del vllm["args"]
+    elif change == "command":
+        vllm |= {"command": ["/bin/sh", "-c"], "args": ["vllm serve some/model"]}
     with pytest.raises(subprocess.CalledProcessError):
-        validate(overlaid(tmp_path, theirs, ["sidecar", "plugin"]))
+        overlaid(tmp_path, theirs, ["sidecar", "plugin"])
 
 
 def test_the_image_alone_can_be_changed_in_a_live_pod(tmp_path: Path) -> None:
@@ -375,7 +451,7 @@ def test_the_monitor_finds_the_sidecar(tmp_path: Path) -> None:
     workloads = [
         one_made(tmp_path / "native", a_deployment(), "sidecar"),
         one_made(tmp_path / "plain", a_deployment(), "sidecar-plain"),
-        one_made(tmp_path / "leader", LEADER_WORKER_SET, "sidecar-leader"),
+        one_made(tmp_path / "leader", LEADER_WORKER_SET, "sidecar"),
         of_kind(built(KUBERNETES / "drill"), "Deployment"),
     ]
     (endpoint,) = monitor["podMetricsEndpoints"]
@@ -393,27 +469,28 @@ def test_the_drill_runs_a_scenario_that_pages() -> None:
     assert named(spec, "simulator")["image"] == named(spec)["image"]
 
 
-def test_the_list_of_dashboards_is_up_to_date() -> None:
-    """`deploy/build.py` has been run since a dashboard came or went."""
-    subprocess.run([sys.executable, str(ROOT / "deploy" / "build.py"), "--check"], check=True)
+def test_what_is_generated_is_up_to_date() -> None:
+    """`make docs` has been run since a rule, a panel or the list of dashboards changed."""
+    assert [path for path, text in build.files().items() if path.read_text() != text] == []
+    assert build.main(["--check"]) == 0
 
 
 def test_dashboards_become_config_maps(tmp_path: Path) -> None:
-    """Each dashboard is one ConfigMap that Grafana's sidecar finds, however many there are."""
-    for name in ("deploy/build.py", "dashboards/kustomization.yaml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("stallwatch-readers.json", "stallwatch-why.json"):
-        (tmp_path / "dashboards" / name).write_text(json.dumps({"title": "{{ not a template }}"}))
-    subprocess.run([sys.executable, str(tmp_path / "deploy" / "build.py")], check=True)
-    made = built(tmp_path / "dashboards")
+    """Each dashboard, ours or somebody else's, is one ConfigMap that Grafana's sidecar finds."""
+    (tmp_path / "stallwatch-more.json").write_text(json.dumps({"title": "{{ not a template }}"}))
+    wanted = build.files(boards=tmp_path)
+    for path in wanted:
+        if path.parent == tmp_path:
+            path.write_text(wanted[path])
+    made = built(tmp_path)
 
     assert [each["metadata"]["name"] for each in made] == [
-        "stallwatch-dashboard-readers",
-        "stallwatch-dashboard-why",
+        f"stallwatch-dashboard-{name}" for name in ("fleet", "more", "readers", "self", "why")
     ]
     assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in made)
-    assert json.loads(made[0]["data"]["stallwatch-readers.json"])["title"] == "{{ not a template }}"
+    assert all(len(json.dumps(each)) < 2**18 for each in made)  # kubectl apply notes all of it in one annotation
+    assert json.loads(made[1]["data"]["stallwatch-more.json"])["title"] == "{{ not a template }}"
+    assert made[0]["data"]["stallwatch-fleet.json"] == wanted[tmp_path / "stallwatch-fleet.json"]
     validate(made)
 
 

@@ -27,6 +27,17 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_nothing_is_installed_without_a_hash() -> None:
+    """The commands above the unit pin everything that pip fetches, the build backend too, as the image does."""
+    commands = re.findall(r"^#   \S+/pip (.+)$", UNIT.read_text(), re.MULTILINE)
+    named = re.findall(r"requirements/\S+", " ".join(commands))
+
+    assert len(commands) == 2
+    assert all("--require-hashes" in command or "--no-index" in command for command in commands)
+    assert named == ["requirements/runtime.txt", "requirements/build.txt"]
+    assert all((ROOT / name).exists() for name in named)
+
+
 def test_the_unit_is_confined() -> None:
     """Systemd's own score of exposure is below 2 of 10, and GPUs are the only devices."""
     done = analyze("security", "--offline=true", "--threshold=20", str(UNIT))

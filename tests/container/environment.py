@@ -2,7 +2,7 @@
 
 `python3 tests/container/environment.py` installs the packages when run as root on Debian, or says what is missing, and
 makes the base image once. It stands in for the image that a release is built on, where no image registry is reached.
-About 600 MB outside the tree, a minute and a half. The folder is `$STALLWATCH_CONTAINER_HOME`, or
+About 200 MB outside the tree, a minute. The folder is `$STALLWATCH_CONTAINER_HOME`, or
 `stallwatch/container` in the user's cache folder.
 """
 
@@ -23,6 +23,7 @@ PROGRAMS = {
     "runc": "runc",
     "debootstrap": "debootstrap",
     "/usr/libexec/podman/catatonit": "catatonit",
+    "qemu-aarch64-static": "qemu-user-static",
 }
 BASE = "localhost/stallwatch-base"
 SUITE = "bookworm"

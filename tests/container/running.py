@@ -31,6 +31,11 @@ AS_IN_A_POD = (
 )
 
 
+def base(containers: Containers) -> str:
+    """The stand-in base by its digest, as a release names the official one."""
+    return f"{BASE}@{inspect(containers, BASE)['Digest']}"
+
+
 def build(containers: Containers, folder: Path) -> None:
     """Builds the Dockerfile on the stand-in base, with this machine's package index and authorities as secrets."""
     authorities = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE") or "/etc/ssl/certs/ca-certificates.crt"
@@ -44,7 +49,7 @@ def build(containers: Containers, folder: Path) -> None:
         "--isolation=chroot",
         "--layers=false",
         "--format=oci",
-        f"--build-arg=PYTHON_IMAGE={BASE}",
+        f"--build-arg=PYTHON_IMAGE={base(containers)}",
         f"--secret=id=pip.conf,src={folder / 'pip.conf'}",
         f"--secret=id=ca.crt,src={authorities}",
         f"--tag={IMAGE}",

@@ -1,18 +1,24 @@
 """The image, built and run for real under a pod's limits, beside the simulator from the same image."""
 
+import re
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 import stallwatch
 from tests.artifacts.manifests import EXAMPLE, documents, named, overlaid, pod
+from tests.container import arm64
 from tests.container.environment import BASE, Containers, ensure
 from tests.container.running import (
     ROOT,
+    base,
     build,
     container,
     inside,
@@ -21,7 +27,8 @@ from tests.container.running import (
     simulator,
     value,
 )
-from tests.e2e.processes import free_port, get, until
+from tests.e2e.processes import free_port, get, process, until
+from tests.e2e.processes import stallwatch as stallwatch_command
 from tests.vllm import truth
 from tests.vllm.load import decode_stream, load
 from tests.vllm.plugin import mounted
@@ -29,6 +36,7 @@ from tests.vllm.plugin import mounted
 pytestmark = [pytest.mark.container, pytest.mark.timeout(600)]
 INCIDENTS = ("--tmpfs=/var/lib/stallwatch:rw,size=64m,mode=0777",)
 ADDED_BYTES = 40_000_000
+GUIDE = ROOT / "docs" / "deploy.md"
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +50,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Containers:
 
 
 def test_size_and_layers(built: Containers) -> None:
-    """One layer on top of the base, below 40 MB."""
-    base, image = inspect(built, BASE), inspect(built)
-    added = image["Size"] - base["Size"]
-    print(f"base {base['Size'] / 1e6:.1f} MB, added {added / 1e6:.1f} MB")
+    """One layer on top of the base, below 40 MB and as large as the guide says."""
+    below, image = inspect(built, BASE), inspect(built)
+    added = image["Size"] - below["Size"]
+    stated = re.search(r"One layer of ([\d.]+) MB on top of a Python image", GUIDE.read_text())
+    print(f"base {below['Size'] / 1e6:.1f} MB, added {added / 1e6:.1f} MB")
     print(built.call("podman", "history", "--format={{.Size}} {{.CreatedBy}}", image["Id"]))
 
-    assert len(image["RootFS"]["Layers"]) == len(base["RootFS"]["Layers"]) + 1
-    assert image["RootFS"]["Layers"][:-1] == base["RootFS"]["Layers"]
+    assert len(image["RootFS"]["Layers"]) == len(below["RootFS"]["Layers"]) + 1
+    assert image["RootFS"]["Layers"][:-1] == below["RootFS"]["Layers"]
     assert added < ADDED_BYTES
+    assert stated
+    assert float(stated[1]) == pytest.approx(added / 1e6, rel=0.05)
 
 
 def test_configuration(built: Containers) -> None:
@@ -64,17 +75,20 @@ def test_configuration(built: Containers) -> None:
     assert config["StopSignal"] in {"SIGTERM", "15"}
     assert not [entry for entry in config["Env"] if entry.startswith(("NVIDIA_VISIBLE", "PIP_", "STALLWATCH_"))]
     assert config["Labels"]["org.opencontainers.image.version"] == stallwatch.__version__
-    assert config["Labels"]["org.opencontainers.image.base.name"] == BASE
+    assert config["Labels"]["org.opencontainers.image.base.name"] == base(built)
+    assert "@sha256:" in base(built)
 
 
 def test_nothing_is_there_that_is_not_needed(built: Containers) -> None:
-    """No pip and no build backend of ours, nothing that our user may write, and everything is compiled."""
+    """No pip, backend, compiler or make, nothing that our user may write, and everything is compiled."""
     script = """
-import importlib.util, os, pathlib, sys
+import importlib.util, os, pathlib, shutil, sys
 home = pathlib.Path("/opt/stallwatch")
 assert os.getuid() == 65532
 packages = next(home.glob("lib/python*/site-packages"))
 print(*sorted(path.name for path in packages.iterdir() if path.is_dir() and path.suffix != ".dist-info"))
+tools = [name for name in ("cc", "gcc", "g++", "clang", "ld", "make", "git", "curl") if shutil.which(name)]
+assert not tools, tools
 assert not list(packages.glob("pip*")) and not list(packages.glob("hatchling*"))
 sources = [path for path in packages.rglob("*.py")]
 missing = [path for path in sources if not pathlib.Path(importlib.util.cache_from_source(str(path))).exists()]
@@ -87,9 +101,7 @@ assert not secrets, secrets
     print(inside(built, "python", "-c", script))
 
 
-def test_every_command_and_module_runs(built: Containers) -> None:
-    """Compiled modules survived the stripping, and every command of the program imports what it needs."""
-    script = """
+MODULES = """
 import importlib, pkgutil, stallwatch
 import aiohttp, aiohttp._http_parser, aiohttp._http_writer, frozenlist._frozenlist, multidict._multidict
 import propcache._helpers_c, pydantic_core, uvloop, yaml, yaml._yaml, yarl
@@ -100,7 +112,12 @@ for module in pkgutil.walk_packages(stallwatch.__path__, "stallwatch."):
         count += 1
 print(count, "modules")
 """
-    print(inside(built, "python", "-W", "error", "-c", script))
+"""Imports everything of ours, and every compiled module."""
+
+
+def test_every_command_and_module_runs(built: Containers) -> None:
+    """Compiled modules survived the stripping, and every command of the program imports what it needs."""
+    print(inside(built, "python", "-W", "error", "-c", MODULES))
 
     assert inside(built, "/opt/stallwatch/bin/stallwatch", "version").startswith(f"stallwatch {stallwatch.__version__}")
 
@@ -148,6 +165,67 @@ def test_the_plugin_comes_out_of_the_image(built: Containers, tmp_path: Path) ->
         check=True,
     )
     assert found.stdout.split() == ["stallwatch", "stallwatch.vllm_plugin:StepLogger", stallwatch.__version__]
+
+
+def test_probes_hold_without_vllm_and_without_a_shell(built: Containers) -> None:
+    """Nothing answers where vLLM should be and no shell can be started: alive, ready, ended quickly all the same."""
+    nobody, port = free_port(), free_port()
+    url = f"http://127.0.0.1:{port}"
+    shells = tuple(f"--volume=/dev/null:/usr/bin/{name}:ro" for name in ("bash", "dash"))
+    with pytest.raises(RuntimeError, match="executable file not found"):
+        inside(built, "sh", "-c", "true", options=shells)
+    command = sidecar_command(nobody, port)
+    with container(built, "alone", *command, cpus=0.5, options=(*INCIDENTS, *shells)) as sidecar:
+        until(lambda: value(get(f"{url}/metrics"), "source_failures_total", source="engine") > 3, 30, "polls fail")
+        probes = [get(f"{url}/{name}") for name in ("livez", "readyz")]
+        page = get(f"{url}/metrics")
+        status, seconds = sidecar.terminate()
+
+    assert all(probe.strip() for probe in probes)
+    assert value(page, "source_up", source="engine") == 0.0
+    assert status == 0
+    assert seconds < 2.0
+
+
+def test_the_probe_inside_needs_no_certificate(built: Containers, tmp_path: Path) -> None:
+    """Whoever shows no certificate is refused, as the kubelet would be; the probe of `client-certificates` is not."""
+    (made,) = overlaid(tmp_path / "made", documents(EXAMPLE.read_text())[0], ["sidecar", "client-certificates"])
+    described = named(pod(made))
+    probe = described["livenessProbe"]
+    authority = trustme.CA()
+    mine, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("prometheus")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    mine.cert_chain_pems[0].write_to_path(secret / "tls.crt")
+    mine.private_key_pem.write_to_path(secret / "tls.key")
+    authority.cert_pem.write_to_path(secret / "ca.crt")
+    for path in secret.iterdir():
+        path.chmod(0o444)
+    port = free_port()
+    variables = [f"{entry['name']}={entry['value']}" for entry in described["env"] if "_WEB__" in entry["name"]]
+    options = [f"--env={each}" for each in (*variables, f"STALLWATCH_WEB__PORT={port}")]
+    (mount,) = [each["mountPath"] for each in described["volumeMounts"] if each["name"] == "stallwatch-tls"]
+    strangers = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
+    known = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
+    client.configure_cert(known)
+
+    def asked(context: ssl.SSLContext) -> str:
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/livez", timeout=5.0, context=context) as answer:
+            body: bytes = answer.read()
+            return body.decode()
+
+    command = sidecar_command(free_port(), port)
+    options += [*INCIDENTS, f"--volume={secret}:{mount}:ro"]
+    with container(built, "guarded", *command, cpus=0.5, options=tuple(options)) as sidecar:
+        until(lambda: asked(known), 30, "the listener answers")
+        with pytest.raises(OSError, match=r"certificate required|closed|reset"):
+            asked(strangers)
+        began = time.monotonic()
+        sidecar("exec", sidecar.name, *probe["exec"]["command"])
+        took = time.monotonic() - began
+    print(f"the probe inside took {took:.2f} s at half a CPU")
+
+    assert took < probe["timeoutSeconds"]
 
 
 @pytest.fixture
@@ -236,15 +314,43 @@ def test_the_container_knows_that_it_is_throttled(built: Containers) -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-@pytest.mark.parametrize("python", ["3.11", "3.13"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_every_dependency_has_a_wheel(machine: str, python: str, tmp_path: Path) -> None:
-    """Nothing would be compiled for amd64 or arm64 (GB10, Grace), by the pinned hashes."""
-    subprocess.run(
-        [
-            sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps",
-            "--require-hashes", "--only-binary=:all:", f"--target={tmp_path}", f"--python-version={python}",
-            "--implementation=cp", *(f"--platform=manylinux{tag}_{machine}" for tag in ("2014", "_2_17", "_2_28")),
-            f"--requirement={ROOT / 'requirements' / 'runtime.txt'}",
-        ],
-        check=True,
-    )  # fmt: skip
+    """Nothing would be compiled for amd64 or arm64 (GB10, Grace), by the pinned hashes, the build backend included."""
+    for name in ("runtime", "build"):
+        subprocess.run(
+            [
+                sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps",
+                "--require-hashes", "--only-binary=:all:", f"--target={tmp_path}", f"--python-version={python}",
+                "--implementation=cp", *(f"--platform=manylinux{tag}_{machine}" for tag in ("2014", "_2_17", "_2_28")),
+                f"--requirement={ROOT / 'requirements' / name}.txt",
+            ],
+            check=True,
+        )  # fmt: skip
+
+
+def test_what_the_image_holds_runs_on_arm64(tmp_path: Path) -> None:
+    """The wheels for arm64 survive the stripping too: emulated, the sidecar watches, and ends when it is told to."""
+    ensure()
+    packages = arm64.make(tmp_path)
+    script = f"import platform; assert platform.machine() == 'aarch64'\n{MODULES}"
+    print(arm64.output(packages, "-W", "error", "-c", script))
+    target, port = free_port(), free_port()
+    settings = {"engine.url": f"http://127.0.0.1:{target}", "web.port": port, "canary.mode": "persistent"}
+    flags = [f"--{name}={setting}" for name, setting in settings.items()]
+    line, environ = arm64.command(packages, "-m", "stallwatch", "run", *flags)
+    simulating = stallwatch_command("simulate", "--scenario=quiet", f"--port={target}")
+    with (
+        process(simulating, tmp_path / "simulator.log"),
+        process(line, tmp_path / "sidecar.log", environ) as sidecar,
+    ):
+        url = f"http://127.0.0.1:{port}/metrics"
+        until(lambda: value(get(url), "itl_samples", absent=0.0, source="canary") > 60, 90, "the canary streams")
+        page = get(url)
+        status, seconds = sidecar.stop()
+    print(f"emulated, it ended {seconds:.2f} s after SIGTERM")
+
+    assert value(page, "source_up", source="engine") == 1.0
+    assert value(page, "source_up", source="canary") == 1.0
+    assert status == 0
+    assert "Traceback" not in sidecar.output()

@@ -1,195 +1,173 @@
-"""From a freeze to the page, in real time: simulated vLLM, stallwatch, Prometheus, Alertmanager, a webhook."""
+"""From a freeze to the page, in real time."""
 
 import json
+import resource
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.artifacts.promtool import ROOT, program
-from tests.e2e.processes import Process, free_port, get, process, stallwatch, until
+from stallwatch.simulator.scenarios import SCENARIOS
+from tests.e2e.paging import Call, Played, Server, stage
+from tests.e2e.processes import get, until
 
-DEPLOYED = ROOT / "deploy" / "prometheus"
-
-
-@dataclass(slots=True)
-class Pager:
-    """What the webhook was told: time, receiver, names of the alerts that fire."""
-
-    port: int = field(default_factory=free_port)
-    calls: list[tuple[float, str, tuple[str, ...], str]] = field(default_factory=list)
-
-    def pages(self) -> list[tuple[float, str, tuple[str, ...], str]]:
-        """Calls that wake someone and tell of something that fires."""
-        return [call for call in self.calls if call[1] == "pager" and call[2]]
-
-
-@contextmanager
-def pager() -> Iterator[Pager]:
-    """A webhook that remembers."""
-    told = Pager()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            firing = [alert for alert in body["alerts"] if alert["status"] == "firing"]
-            names = tuple(alert["labels"]["alertname"] for alert in firing)
-            text = firing[0]["annotations"]["description"] if firing else ""
-            told.calls.append((time.monotonic(), body["receiver"], names, text))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", told.port), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield told
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+WATCHED = 480.0
+"""Seconds for which the table watches each scenario: long enough for every alert that a fault of a minute can cause."""
+SETTLED = 60.0
+"""Seconds after the last page in which a second one would come: Alertmanager's `group_wait` is 5 s."""
+KILLED = 10.0
+FROZEN = "StallwatchReadersFrozen"
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Everything that runs."""
+class Row:
+    """One line of the table: when the trouble begins, and who is to be paged for what.
 
-    simulator: Process
-    sidecar: str
-    prometheus: str
-    began: float  # when the simulated server answered for the first time
-    told: Pager
+    `close` is for freezes so near to the rule's share of time that the phase of the scrapes decides. `killed` ends the
+    server when the trouble begins, in the middle of what it `plays`.
+    """
 
+    name: str
+    begins: float = 0.0
+    pages: tuple[str, ...] = ()
+    close: bool = False
+    killed: bool = False
+    plays: str = ""
 
-@contextmanager
-def stage(scenario: str, folder: Path) -> Iterator[Stage]:
-    """Starts Prometheus and Alertmanager as deployed, then a simulated server with stallwatch in default settings."""
-    target, own, prometheus, alertmanager = (free_port() for _ in range(4))
-    with ExitStack() as stack:
-        told = stack.enter_context(pager())
-        routes = yaml.safe_load((DEPLOYED / "alertmanager.yml").read_text())
-        for receiver in routes["receivers"]:
-            for hook in receiver.get("webhook_configs", ()):
-                hook["url"] = f"http://127.0.0.1:{told.port}/{receiver['name']}"
-        (folder / "alertmanager.yml").write_text(yaml.safe_dump(routes))
-        scrape = {
-            "global": {"scrape_interval": "15s", "evaluation_interval": "15s"},
-            "rule_files": [str(DEPLOYED / "stallwatch.rules.yml")],
-            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]},
-            "scrape_configs": [{"job_name": "stallwatch", "static_configs": [{"targets": [f"127.0.0.1:{own}"]}]}],
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(scrape))
-        commands = {
-            "alertmanager": [
-                program("prometheus-alertmanager", "prometheus-alertmanager"),
-                f"--config.file={folder / 'alertmanager.yml'}",
-                f"--storage.path={folder / 'alertmanager'}",
-                f"--web.listen-address=127.0.0.1:{alertmanager}",
-                "--cluster.listen-address=",
-            ],
-            "prometheus": [
-                program("prometheus", "prometheus"),
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{prometheus}",
-            ],
-            "run": stallwatch("run", "--engine.url", f"http://127.0.0.1:{target}", "--web.port", str(own)),
-        }
-        for name, command in commands.items():
-            stack.enter_context(process(command, folder / f"{name}.log"))
-        for port in (prometheus, alertmanager):
-            until(
-                lambda port=port: get(f"http://127.0.0.1:{port}/-/ready"), 30, "Prometheus and Alertmanager are ready"
-            )
-        until(lambda: get(f"http://127.0.0.1:{own}/livez"), 30, "stallwatch listens")
-        simulate = stallwatch("simulate", "--scenario", scenario, "--port", str(target))
-        simulator = stack.enter_context(process(simulate, folder / "simulate.log"))
-        until(lambda: get(f"http://127.0.0.1:{target}/health") == "", 30, "the server answers")
-        yield Stage(simulator, f"http://127.0.0.1:{own}", f"http://127.0.0.1:{prometheus}", time.monotonic(), told)
+    @property
+    def scenario(self) -> str:
+        """What the server plays."""
+        return self.plays or self.name
+
+    def told(self, pages: Sequence[Call], tickets: Sequence[Call]) -> bool:
+        """Whether just those calls came that should."""
+        allowed = [[(name,) for name in self.pages], *([[]] if self.close else [])]
+        return [call.firing for call in pages] in allowed and not tickets
 
 
-def first_stall(seen: Stage) -> float:
-    """Waits until stallwatch counts a stall of more than three seconds; returns when that began."""
-
-    def waited() -> float:
-        page = get(f"{seen.sidecar}/metrics")
-        found = [line for line in page.splitlines() if line.startswith("stallwatch_stall_active_seconds_total{")]
-        return max((float(line.rpartition(" ")[2]) for line in found), default=0.0)
-
-    until(lambda: waited() > 3, 90, "a stall is counted")
-    return time.monotonic() - waited()
-
-
-def page_after(seen: Stage, name: str, frozen: float, within: float) -> float:
-    """Seconds from the freeze until the page of this name."""
-    until(lambda: any(name in call[2] for call in seen.told.pages()), within, f"the page {name}")
-    return next(call[0] for call in seen.told.pages() if name in call[2]) - frozen
-
-
-@pytest.mark.long
-@pytest.mark.timeout(420)
-@pytest.mark.parametrize("scenario", ["long-prefill", "engine-hang"])
-def test_a_freeze_is_one_page_within_a_minute_and_a_half(scenario: str, tmp_path: Path) -> None:
-    """Defaults everywhere, pulses only: the page comes while readers still wait, once, with a description filled in."""
-    with stage(scenario, tmp_path) as seen:
-        frozen = first_stall(seen)
-        seconds = page_after(seen, "StallwatchReadersFrozen", frozen, 120)
-        time.sleep(60)
-        pages = seen.told.pages()
-    print(f"{scenario}: frozen {frozen - seen.began:.0f} s after the start, paged {seconds:.0f} s later: {pages}")
-
-    assert seconds < 90
-    assert [call[2] for call in pages] == [("StallwatchReadersFrozen",)]
-    assert "frozen for" in pages[0][3]
-    assert "objective 100ms" in pages[0][3]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(420)
-def test_a_server_that_is_gone_is_one_page(tmp_path: Path) -> None:
-    """When the server dies and does not come back, somebody is called once within three minutes."""
-    with stage("quiet", tmp_path) as seen:
-        until(lambda: 'phase="serving"} 1.0' in get(f"{seen.sidecar}/metrics"), 30, "serving")
-        time.sleep(30)
-        seen.simulator.stop(signal.SIGKILL)
-        killed = time.monotonic()
-        until(lambda: bool(seen.told.pages()), 240, "a page")
-        seconds = seen.told.pages()[0][0] - killed
-        time.sleep(90)
-        pages = seen.told.pages()
-    print(f"gone: paged {seconds:.0f} s after the end: {pages}")
-
-    assert seconds < 180
-    assert len(pages) == 1
-
-
-@pytest.mark.long
-@pytest.mark.timeout(420)
-@pytest.mark.parametrize(
-    ("scenario", "seconds"),
-    [
-        ("quiet", 150),
-        # A simulated server begins its scenario anew after 80 s, and two restarts in two minutes are worth a page.
-        ("engine-restart", 105),
-        ("power-cap-harmless", 150),
-    ],
+ROWS = (
+    Row("long-prefill", 25.0, (FROZEN,)),
+    Row("long-prefill-at-lower-clock", 25.0, (FROZEN,)),
+    Row("first-step-open", 25.0, (FROZEN,), close=True),
+    Row("medium-prompts", 20.0, (FROZEN,)),
+    Row("retry-storm", 20.0, (FROZEN,)),
+    Row("engine-hang", 30.0, (FROZEN,)),
+    Row("dp-rank-frozen", 30.0, (FROZEN,)),
+    Row("gone", 40.0, (FROZEN,), killed=True, plays="quiet"),
+    Row("gone-while-idle", 40.0, ("StallwatchServerGone",), killed=True, plays="idle"),
+    Row("kv-preemption", 25.0, (FROZEN,)),
+    Row("kv-offload-wait", 20.0, (FROZEN,)),
+    Row("queue-full", 0.0, (FROZEN,)),
+    Row("admission-livelock", 20.0, (FROZEN,)),
+    Row("gpu-clock-drop", 30.0, (FROZEN,)),
+    Row("host-paging", 30.0, (FROZEN,)),
+    Row("interconnect-congested", 30.0, (FROZEN,), close=True),
+    Row("abort-in-prefill", 20.0),
+    Row("degraded", 20.0),
+    Row("proxy-buffering"),
+    Row("prefill-only", 3.0),
+    Row("process-frozen", 30.0),
+    Row("engine-restart", 30.0),
+    Row("metrics-down", 20.0),
+    Row("metrics-slow", 20.0),
+    Row("frontend-bound", 20.0),
+    Row("jit-pause", 20.0),
+    Row("latch", 45.0),
+    Row("acceptance-collapse", 45.0),
+    Row("asleep", 17.0),
+    Row("power-cap-harmless"),
+    Row("large-batch"),
+    Row("long-prefill-cached"),
+    Row("whole-prompt-repeats"),
+    Row("pd-decode-worker"),
+    Row("spec-decode"),
+    Row("stream-interval"),
+    Row("idle"),
+    Row("quiet"),
 )
-def test_nothing_wrong_for_readers_pages_nobody(scenario: str, seconds: float, tmp_path: Path) -> None:
-    """A healthy server, a restart of fifteen seconds, and a GPU at its power cap wake nobody."""
-    with stage(scenario, tmp_path) as seen:
-        time.sleep(seconds)
-        pages = seen.told.pages()
-        rules = json.loads(get(f"{seen.prometheus}/api/v1/rules"))["data"]["groups"]
+UNPLAYED = {"observer-late"}
+"""What a server cannot play: the lateness is the observer's."""
 
-    assert pages == []
+
+def wait(until_time: float) -> None:
+    """Sleeps until a monotonic time."""
+    time.sleep(max(0.0, until_time - time.monotonic()))
+
+
+def after(row: Row, server: Server, calls: list[Call]) -> str:
+    """Which alerts were told, and how many seconds after the trouble began."""
+    return ", ".join(f"{' and '.join(call.firing)} after {call.at - server.began - row.begins:.0f} s" for call in calls)
+
+
+def computed() -> float:
+    """CPU seconds of all processes that were started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_every_scenario_is_in_the_table() -> None:
+    """A scenario that comes is watched too."""
+    assert {row.scenario for row in ROWS} == set(SCENARIOS) - UNPLAYED
+
+
+@pytest.mark.timeout(420)
+def test_each_freeze_is_one_page_with_everything_in_it(tmp_path: Path) -> None:
+    """Defaults everywhere, pulses only: a long prompt, a hang and a dead server page once each, a quiet one nobody."""
+    played = {
+        "long-prefill": Played("long-prefill", sooner=17.0),
+        "engine-hang": Played("engine-hang", sooner=22.0),
+        "gone": Played("quiet"),
+        "quiet": Played("quiet"),
+    }
+    begins = {"long-prefill": 8.0, "engine-hang": 8.0, "gone": KILLED}
+    before, started = computed(), time.monotonic()
+    with stage(tmp_path, played) as seen:
+        wait(seen.servers["gone"].began + KILLED)
+        seen.servers["gone"].simulator.stop(signal.SIGKILL)
+        for name in begins:
+            until(lambda name=name: bool(seen.told.told(name)), 240, f"a page for {name}")
+        wait(time.monotonic() + SETTLED)
+        pages = {name: seen.told.told(name) for name in played}
+        tickets = [call for call in seen.told.calls if call.receiver != "pager"]
+        rules = json.loads(get(f"{seen.prometheus}/api/v1/rules"))["data"]["groups"]
+    for name, seconds in begins.items():
+        call = pages[name][0]
+        print(f"{name}: paged {call.at - seen.servers[name].began - seconds:.0f} s after: {call.text}")
+    print(f"{time.monotonic() - started:.0f} s, {computed() - before:.0f} s of CPU")
+
+    assert {name: [call.firing for call in calls] for name, calls in pages.items()} == {
+        **{name: [(FROZEN,)] for name in begins},
+        "quiet": [],
+    }
+    assert tickets == []
+    assert all("frozen for" in pages[name][0].text for name in begins)
+    assert all("objective 100ms" in pages[name][0].text for name in begins)
     assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "rows", [ROWS[: len(ROWS) // 2], ROWS[len(ROWS) // 2 :]], ids=["what-readers-feel", "what-they-hardly-feel"]
+)
+def test_who_is_called_for_what_and_after_how_long(rows: Sequence[Row], tmp_path: Path) -> None:
+    """Every scenario makes the page that it should, once, and no other call."""
+    before, started = computed(), time.monotonic()
+    with stage(tmp_path, {row.name: Played(row.scenario) for row in rows}) as seen:
+        for row in rows:
+            if row.killed:
+                wait(seen.servers[row.name].began + row.begins)
+                seen.servers[row.name].simulator.stop(signal.SIGKILL)
+        wait(max(server.began for server in seen.servers.values()) + WATCHED)
+        found = {row.name: (seen.told.told(row.name), seen.told.told(row.name, "tickets")) for row in rows}
+    print("| scenario | pages | tickets |\n|---|---|---|")
+    for row in rows:
+        pages, tickets = (after(row, seen.servers[row.name], calls) for calls in found[row.name])
+        print(f"| `{row.name}` | {pages or 'nobody'} | {tickets} |")
+    spent = time.monotonic() - started
+    print(f"{len(rows)} servers: {spent:.0f} s, {(computed() - before) / spent:.2f} cores")
+
+    assert [row.name for row in rows if not row.told(*found[row.name])] == []

@@ -75,13 +75,39 @@ volumeMounts:
   {{- if .root.Values.apiKeySecret.name }}
   - {name: stallwatch-api-key, mountPath: /etc/stallwatch/key, readOnly: true}
   {{- end }}
+  {{- if .root.Values.tlsSecret.name }}
+  - {name: stallwatch-tls, mountPath: /etc/stallwatch/tls, readOnly: true}
+  {{- end }}
+livenessProbe:
+  {{- include "stallwatch.probe" .root | nindent 2 }}
 {{- end }}
 
-{{- /* Settings that every container starts from: where incidents go, the key; then those of the values. */}}
+{{- /* Asks only whether our own loop turns. The kubelet has no certificate to show, so the container asks itself. */}}
+{{- define "stallwatch.probe" -}}
+{{- $probe := deepCopy .Values.sidecar.livenessProbe -}}
+{{- if and .Values.tlsSecret.name .Values.tlsSecret.clientCertificates -}}
+{{- $command := dict "exec" (dict "command" (list "stallwatch" "healthcheck")) "periodSeconds" 60 -}}
+{{- $probe = merge $command (omit $probe "httpGet") -}}
+{{- else if and .Values.tlsSecret.name $probe.httpGet -}}
+{{- $_ := set $probe.httpGet "scheme" "HTTPS" -}}
+{{- end -}}
+{{- toYaml $probe -}}
+{{- end }}
+
+{{- /* Settings that every container starts from: where incidents go, key, certificates; then those of the values. */}}
 {{- define "stallwatch.settings" -}}
 {{- $own := dict "recorder" (dict "directory" "/var/lib/stallwatch" "max_bytes" "128MiB") -}}
 {{- if .Values.apiKeySecret.name -}}
 {{- $_ := set $own "engine" (dict "api_key_file" (printf "/etc/stallwatch/key/%s" .Values.apiKeySecret.key)) -}}
+{{- end -}}
+{{- with .Values.tlsSecret -}}
+{{- if .name -}}
+{{- $web := dict "tls_cert_file" "/etc/stallwatch/tls/tls.crt" "tls_key_file" "/etc/stallwatch/tls/tls.key" -}}
+{{- if .clientCertificates -}}
+{{- $_ := set $web "client_ca_file" "/etc/stallwatch/tls/ca.crt" -}}
+{{- end -}}
+{{- $_ := set $own "web" $web -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml (mergeOverwrite $own (deepCopy .Values.settings)) -}}
 {{- end }}
@@ -102,7 +128,6 @@ sidecar.native false). Takes this chart's context:
 {{- $resources = dict "requests" $equal "limits" $equal -}}
 {{- end -}}
 {{- $container := include "stallwatch.container" (dict "root" . "settings" $settings "resources" $resources) | fromYaml -}}
-{{- $_ := set $container "livenessProbe" .Values.sidecar.livenessProbe -}}
 {{- if .Values.sidecar.native -}}
 {{- $_ := set $container "restartPolicy" "Always" -}}
 {{- end -}}
@@ -113,15 +138,39 @@ sidecar.native false). Takes this chart's context:
 {{- toYaml (list $container) -}}
 {{- end }}
 
+{{- /*
+Room for incidents: twice what the recorder may write and 512 MiB at least, for above it the kubelet would evict the
+pod, vLLM included. Takes the settings of the container; whatever is no size stops stallwatch itself.
+*/}}
+{{- define "stallwatch.room" -}}
+{{- $size := .recorder.max_bytes | toString | lower | trimSuffix "b" -}}
+{{- $unit := regexFind "[kmg]i?$" $size -}}
+{{- $units := dict "k" 1e3 "ki" 1024.0 "m" 1e6 "mi" 1048576.0 "g" 1e9 "gi" 1073741824.0 -}}
+{{- $bytes := mulf (float64 (trimSuffix $unit $size | trim)) (get $units $unit | default 1.0) -}}
+{{- printf "%dMi" (int64 (max 512.0 (ceil (divf (mulf 2.0 $bytes) 1048576.0)))) -}}
+{{- end }}
+
 {{- /* Entries for the `volumes` of a pod with the sidecar. */}}
 {{- define "stallwatch.volumes" -}}
+{{- include "stallwatch.volumesFor" (dict "root" . "settings" (include "stallwatch.settings" . | fromYaml)) }}
+{{- end }}
+
+{{- /* The same for a container with these settings. Takes a dict: root, settings. */}}
+{{- define "stallwatch.volumesFor" -}}
 - name: stallwatch-incidents
-  emptyDir: {sizeLimit: 512Mi}
+  emptyDir: {sizeLimit: {{ include "stallwatch.room" .settings }}}
 - name: stallwatch-no-token
   emptyDir: {sizeLimit: 1Mi}
-{{- with .Values.apiKeySecret }}
+{{- with .root.Values.apiKeySecret }}
 {{- if .name }}
 - name: stallwatch-api-key
+  secret: {secretName: {{ .name }}, defaultMode: 0444}
+{{- end }}
+{{- end }}
+{{- with .root.Values.tlsSecret }}
+{{- if .name }}
+- name: stallwatch-tls
+  # Readable for our user whatever the pod's fsGroup is.
   secret: {secretName: {{ .name }}, defaultMode: 0444}
 {{- end }}
 {{- end }}

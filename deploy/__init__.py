@@ -1,0 +1,1 @@
+"""What puts stallwatch beside vLLM, and the programs that write the generated part of it."""
