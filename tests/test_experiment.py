@@ -272,6 +272,29 @@ def test_our_own_lateness_voids_a_run() -> None:
     assert "we were late ourselves" in reasons(found)
 
 
+class TimedLines(list[str]):
+    """Lines, and when they were said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: list[float] = []
+
+    def append(self, line: str) -> None:
+        """Says a line."""
+        self.at.append(asyncio.get_running_loop().time())
+        super().append(line)
+
+
+def test_what_we_do_after_a_run_is_not_held_against_it() -> None:
+    """A run is judged only when the sample of our lateness that holds its end, 0.25 s long, cannot hold the judging."""
+    lines = TimedLines()
+    found = conduct(QUIET, lines=lines, rooms={"engine": {"interval_seconds": 0.1, "max_scrape_duty": 1}})
+    ends = [run.taken.played.ended for run in found.runs]
+
+    assert len(ends) == len(lines.at)
+    assert min(said - ended for said, ended in zip(lines.at, ends, strict=True)) > 0.25
+
+
 def test_failed_requests_void_a_run() -> None:
     """Streams that break off void their run; the next one is made as if nothing had been."""
     found = conduct(replace(QUIET, faults=(Fault(FaultKind.STREAM_ERROR, 20.0, 20.1),)))

@@ -9,9 +9,10 @@ import pytest
 
 from stallwatch import cli
 from stallwatch.experiment import pages
-from stallwatch.experiment.compare import comparison, thinned
+from stallwatch.experiment.compare import comparison
 from stallwatch.experiment.comparison_markdown import letters
 from stallwatch.experiment.document import UnreadableReportError, document, read, text
+from stallwatch.experiment.gaps import thinned
 from stallwatch.experiment.measure import MEASURES
 from stallwatch.experiment.sweep import Sweep, Tried, Varied, sweep_document
 from stallwatch.simulator.config import EngineConfig
@@ -112,6 +113,15 @@ def test_reports_are_compared(reports: dict[int, dict[str, Any]], tmp_path: Path
     assert len(found["gaps"][0]["uncached"]["seconds"]) > 30
 
 
+def test_one_changed_setting_is_one_factor(reports: dict[int, dict[str, Any]]) -> None:
+    """A setting that differs also in the launch command and in the fingerprint is not taken for three factors."""
+    changed = json.loads(text(reports[2048]))
+    changed["identity"]["command"] = "vllm serve x --max-num-batched-tokens 2048"
+    changed["identity"]["server"]["system_fingerprint"] = "vllm-0.32.0-other"
+
+    assert len(comparison([("a", reports[512]), ("b", changed)])["cautions"]) == 1
+
+
 def test_cautions_say_what_else_differs(reports: dict[int, dict[str, Any]]) -> None:
     """Another load, another machine or more than one changed setting: the difference has more than one reading."""
     other = json.loads(text(reports[2048]))
@@ -148,8 +158,9 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path, content: str, exp
         read(tmp_path / "absent.json")
 
 
-def test_a_sweep_counts_as_many_reports(made: dict[int, Any], tmp_path: Path) -> None:
-    """The values of a sweep are compared with each other; one that did not start is not among them."""
+@pytest.fixture(scope="module")
+def sweep(made: dict[int, Any]) -> dict[str, Any]:
+    """The report of a sweep over the budgets, and of a third that did not start."""
     swept = Sweep(
         varied=Varied(template="serve --b {budget}", parameter="budget", values=("512", "2048", "9")),
         asked=replace(made[512].asked),
@@ -164,8 +175,14 @@ def test_a_sweep_counts_as_many_reports(made: dict[int, Any], tmp_path: Path) ->
         ended=9.0,
         unix_offset=0.0,
     )
-    report = sweep_document(swept)
-    list(pages.write(report, tmp_path, "sweep"))
+    return sweep_document(swept)
+
+
+def test_a_sweep_counts_as_many_reports(
+    sweep: dict[str, Any], reports: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The values of a sweep are compared with each other, with their gaps; one that did not start is not among them."""
+    list(pages.write(sweep, tmp_path, "sweep"))
     err = io.StringIO()
     arguments = ("compare", str(tmp_path / "sweep.json"), "--output", str(tmp_path))
     status = cli.main(arguments, environ={}, stdout=io.StringIO(), stderr=err)
@@ -174,17 +191,28 @@ def test_a_sweep_counts_as_many_reports(made: dict[int, Any], tmp_path: Path) ->
 
     assert (status, err.getvalue()) == (0, "")
     assert [one["name"] for one in found["reports"]] == ["sweep: budget=512", "sweep: budget=2048"]
+    assert found["gaps"] == comparison([("", report) for report in reports.values()])["gaps"]
+    assert found["gaps"][1]["uncached"]["seconds"][0] > 2 * found["gaps"][0]["uncached"]["seconds"][0]
     assert "budget=512 meets the objective" in markdown
     assert "left out: it ended" in markdown
-    assert report["curves"][0]["meets_objective"] == "512"
+    assert sweep["curves"][0]["meets_objective"] == "512"
 
 
-def test_the_schema_is_documented() -> None:
-    """Every measure of a run and every key at the top of a report stands in the documentation."""
+def keys(told: Any) -> set[str]:
+    """The names of a report at every depth; those of measures and of facts stand for themselves, or are not ours."""
+    if isinstance(told, list):
+        return {name for one in told[:3] for name in keys(one)}
+    if not isinstance(told, dict):
+        return set()
+    inside = {name: value for name, value in told.items() if name not in {"measures", "server", "host", "scheduler"}}
+    return {name for name in told if not name.isdecimal()} | {name for one in inside.values() for name in keys(one)}
+
+
+def test_the_schema_is_documented(sweep: dict[str, Any], reports: dict[int, dict[str, Any]]) -> None:
+    """Every key of a report, a sweep and a comparison, and every measure of a run, stands in the documentation."""
     page = (ROOT / "docs" / "experiment.md").read_text()
-    report = document(conduct(Scenario(name="x", sentence="x"), shape=replace(SMALL, repeats=1)))
-    run = report["runs"][0]
-    names = {*report, *run, *run["timeline"], *(measure.name for measure in MEASURES)}
+    told = [reports[512], sweep, comparison([("", report) for report in reports.values()])]
+    names = {*keys(told), *(measure.name for measure in MEASURES)}
 
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 

@@ -104,6 +104,11 @@ def test_stopping_ends_the_whole_group_and_frees_the_port(tmp_path: Path) -> Non
     ("script", "expected"),
     [
         pytest.param("raise SystemExit('Error: no such budget')", r"ended with status 1 .*no such budget", id="ends"),
+        pytest.param(
+            r"raise SystemExit('  Value error, budget (32) is too small\\n    For further information visit https://x/error')",
+            r"ended with status 1 .*: Value error, budget \(32\) is too small",
+            id="points elsewhere",
+        ),
         pytest.param("import time; time.sleep(600)", r"was not healthy after 1 s", id="hangs"),
     ],
 )  # fmt: skip
@@ -164,6 +169,7 @@ BENT = (point("256", 0.05, 20.0), point("512", 0.1, 8.0), point("1024", 0.5, 6.0
 def test_the_knee_and_the_value_that_keeps_the_promise() -> None:
     """The knee is where the curve bends; of the values that keep the promise the quickest prompt wins."""
     assert knee(BENT) == BENT[1]
+    assert knee((*BENT, point("4096", 4.0, 5.01))) == BENT[1]  # worse for both than 2048
     assert meeting(BENT, 0.6) == BENT[2]
     assert meeting(BENT, 0.01) is None
     assert next(statements("budget", BENT, 0.6)).startswith("budget=1024 meets the objective: p99 of 500 ms a token")

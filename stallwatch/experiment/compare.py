@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 from stallwatch.experiment import statistics
 from stallwatch.experiment.document import COMPARISON_SCHEMA, estimate, values
+from stallwatch.experiment.gaps import ARMS, gaps_by_arm
 from stallwatch.experiment.markdown import SHOWN, facts
-
-ARMS: Final = ("alone", "uncached", "cached")
 
 Named = tuple[str, Mapping[str, Any]]
 
@@ -66,6 +65,9 @@ def _cautions(reports: Sequence[Named]) -> Iterator[str]:
     if any(one != other for one, other in pairwise(machines)):
         yield "The hardware or the client's machine differs."
     changed = [fact for fact, _ in differences(reports) if fact.startswith(("server:", "scheduler:", "launch"))]
+    # A setting that is known to differ is the same change in the command and in the fingerprint.
+    if any(fact.startswith("scheduler:") for fact in changed):
+        changed = [fact for fact in changed if fact not in {"launch command", "server: system fingerprint"}]
     if len(changed) > 1:
         yield f"{len(changed)} facts of the server differ: change one factor at a time to know which it was."
     if any(report["plan"]["allow_busy"] for _, report in reports):
@@ -103,27 +105,6 @@ def _effects(reports: Sequence[Named]) -> Iterator[Mapping[str, Any]]:
 
 
 def _gaps(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is drawn: the gaps of each arm, longest first, at a hundred places of their order."""
-    return {arm: thinned(gaps) for arm in ARMS if (gaps := sorted(_all_gaps(report, arm), reverse=True))}
-
-
-def _all_gaps(report: Mapping[str, Any], arm: str) -> Iterator[float]:
-    for run in report["runs"]:
-        if run["arm"] != arm or run["void"] or "timeline" not in run or run["timeline"]["marked"] is None:
-            continue
-        for stream in run["timeline"]["streams"]:
-            for before, at in pairwise(stream["at"]):
-                if at > run["timeline"]["marked"]:
-                    yield at - before
-
-
-def thinned(ordered: Sequence[float], places: int = 120) -> Mapping[str, Sequence[float]]:
-    """A long ordered list by its share of values that come before: dense at its beginning, where the long gaps are."""
-    last = len(ordered) - 1
-    picked = (
-        sorted({round(last ** (place / (places - 1))) - 1 for place in range(places)} | {0, last}) if last > 0 else [0]
-    )
-    return {
-        "share": [float(f"{(place + 1) / len(ordered):.4g}") for place in picked],
-        "seconds": [float(f"{ordered[place]:.4g}") for place in picked],
-    }
+    """What is drawn; a report of a sweep keeps no timelines, but what is drawn of them."""
+    kept: Mapping[str, Any] | None = report.get("gaps")
+    return gaps_by_arm(report["runs"]) if kept is None else kept

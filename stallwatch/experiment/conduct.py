@@ -42,6 +42,7 @@ BUSY_LOOK_SECONDS: Final = 2.0
 _FIRST_PAGE_SECONDS = 10.0
 _IDLE_SECONDS = 60.0  # for what a client gave up to leave the engine
 _BOOKED_SECONDS = 5.0  # for the counters to say what the client has seen
+_LATENESS_TOLD = 0.3  # seconds: a sample of our lateness spans 0.25 s; what we compute after a run is not in the run
 _BOOKED_AFTER = 0.1  # seconds: the server books a token about when it sends it
 _SETTLED_SECONDS = 4.0  # a stall is closed two seconds after its last sign, and judged when the evidence is in
 _TELL_SECONDS = 0.5
@@ -385,6 +386,7 @@ class _Conductor:
         if self.seen.engines:
             since = played.ended + _BOOKED_AFTER
             after = await self.seen.counters(since, idle=False, patience=_BOOKED_SECONDS)
+        await asyncio.sleep(max(0.0, played.ended + _LATENESS_TOLD - clock()))
         self._took.setdefault((run.arm, run.prompt_tokens), []).append(clock() - started)
         return Taken(
             planned=run,

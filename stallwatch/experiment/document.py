@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from stallwatch.experiment.conclude import Conclusion, Effect
 from stallwatch.experiment.conduct import Experiment
+from stallwatch.experiment.gaps import gaps_by_arm
 from stallwatch.experiment.measure import MEASURES, Run
 from stallwatch.experiment.plan import cost
 from stallwatch.experiment.record import Followed
@@ -31,8 +32,18 @@ class UnreadableReportError(Exception):
 
 
 def document(found: Experiment, *, timelines: bool = True) -> dict[str, Any]:
-    """The object for JSON; without `timelines` only the figures of runs, for reports that hold many experiments."""
+    """The object for JSON.
+
+    Without `timelines`, for reports that hold many experiments, only the figures of runs, and their gaps as a
+    comparison draws them.
+    """
     shape, price, plan = found.asked.shape, cost(found.asked.shape), found.threshold
+    runs = [_run(run, found.unix_offset) for run in found.runs]
+    gaps: dict[str, Any] = {}
+    if not timelines:
+        gaps["gaps"] = gaps_by_arm(runs)
+        for run in runs:
+            del run["timeline"]
     return {
         "schema": SCHEMA,
         "outcome": str(found.outcome),
@@ -76,7 +87,8 @@ def document(found: Experiment, *, timelines: bool = True) -> dict[str, Any]:
             for run in found.left_out
         ],
         "measures": {measure.name: {"words": measure.words, "unit": measure.unit} for measure in MEASURES},
-        "runs": [_run(run, found.unix_offset, timeline=timelines) for run in found.runs],
+        **gaps,
+        "runs": runs,
     }
 
 
@@ -110,9 +122,9 @@ def estimate(seen: Estimate) -> dict[str, Any]:
     return {"mean": _rounded(seen.mean), "low": _rounded(seen.low), "high": _rounded(seen.high), "n": seen.n}
 
 
-def _run(run: Run, offset: float, *, timeline: bool) -> dict[str, Any]:
+def _run(run: Run, offset: float) -> dict[str, Any]:
     planned, played = run.planned, run.taken.played
-    told: dict[str, Any] = {
+    return {
         "run": planned.number,
         "block": planned.block,
         "arm": str(planned.arm),
@@ -125,10 +137,8 @@ def _run(run: Run, offset: float, *, timeline: bool) -> dict[str, Any]:
         "prefill_evidence": str(run.evidence),
         "stall_seconds_by_cause": {str(cause): round(seconds, 3) for cause, seconds in run.causes.items()},
         "inside_share": None if run.inside is None else round(run.inside, 4),
+        "timeline": _timeline(run),
     }
-    if timeline:
-        told["timeline"] = _timeline(run)
-    return told
 
 
 def _timeline(run: Run) -> dict[str, Any]:

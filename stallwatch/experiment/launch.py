@@ -27,6 +27,8 @@ _TERM_SECONDS: Final = 20.0
 _KILL_SECONDS: Final = 20.0
 _PORT_SECONDS: Final = 60.0
 _TELLING: Final = re.compile(r"Error|Exception|error:|CRITICAL|Killed|No space|refused|in use", re.IGNORECASE)
+_POINTS_ELSEWHERE: Final = re.compile(r"\s*For further information visit")
+"""What pydantic says after the words that tell, and `_TELLING` finds an error in its address."""
 _LOG_BYTES: Final = 64 * 1024
 
 
@@ -155,7 +157,8 @@ class Launched:
         """What its log says, in a few words."""
         with suppress(OSError):
             lines = self._log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace").splitlines()
-            telling = [line for line in lines if _TELLING.search(line)] or lines[-1:]
+            told = [line for line in lines if not _POINTS_ELSEWHERE.match(line)]
+            telling = [line for line in told if _TELLING.search(line)] or told[-1:]
             if telling:
                 return f": {plain(telling[-1], 300)}"
         return ""

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from stallwatch.experiment.figures import figure, told
+from stallwatch.experiment.gaps import ARMS
 
 _ACTIVE = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 
-ARMS: Final = ("alone", "uncached", "cached")
 SHOWN: Final = (
     *("lost_seconds", "longest_gap_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds"),
     *("icl_p99_seconds", "time_weighted_p95_seconds", "time_weighted_p99_seconds", "beside_itl_p99_seconds"),

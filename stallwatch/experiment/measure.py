@@ -260,7 +260,11 @@ def _work(taken: Taken) -> dict[str, float | None]:
     own = {seen.until: _own_prefill(seen, taken.played.readers) for seen in intervals}
     known = [max(0.0, seen.prefill - own[seen.until]) for seen in intervals if seen.prefill is not None]
     found["prefill_tokens"] = sum(known) if known else None
-    exact = [sums for seen in intervals if seen.exact is not None and (sums := seen.exact.phases.get("mixed"))]
+    exact = [
+        sums
+        for seen in intervals
+        if seen.exact is not None and not own[seen.until] and (sums := seen.exact.phases.get("mixed"))
+    ]
     mixed = [seen for seen in intervals if seen.prefill and seen.mixed and not own[seen.until]]
     if exact and (count := sum(sums.steps for sums in exact)):
         found["mixed_step_seconds"] = sum(sums.seconds for sums in exact) / count

@@ -70,16 +70,15 @@ def _measures(report: Mapping[str, Any], prompt_tokens: int, seed: int) -> Itera
 def knee(points: Sequence[Point]) -> Point | None:
     """Where giving the prompt more begins to cost readers a lot: the point furthest below the line between the ends.
 
-    None where there are too few points, or where readers and the prompt do not pull in opposite directions.
+    Of the points that trade one for the other: one that is no better for the prompt than another and no better for
+    readers either is not on the curve. None where too few are left, or where there is nothing to gain.
     """
-    known = [point for point in points if {READERS, PROMPT} <= point.measures.keys()]
+    known = _front(points)
     if len(known) < _LEAST_POINTS:
         return None
     xs = [point.measures[PROMPT].mean for point in known]
     ys = [point.measures[READERS].mean for point in known]
     if max(xs) < _LEAST_RANGE * min(xs) or max(ys) < _LEAST_RANGE * min(ys):
-        return None
-    if ys[xs.index(min(xs))] != max(ys) or xs[ys.index(min(ys))] != max(xs):
         return None
     # From (0, 1), the quickest prompt, to (1, 0), the smoothest reading.
     bends = [
@@ -88,6 +87,16 @@ def knee(points: Sequence[Point]) -> Point | None:
     ]
     most = max(bends)
     return known[bends.index(most)] if most >= _LEAST_BEND else None
+
+
+def _front(points: Sequence[Point]) -> Sequence[Point]:
+    """From the quickest prompt to the smoothest reading, without the points that are worse than another in both."""
+    known = [point for point in points if {READERS, PROMPT} <= point.measures.keys()]
+    found: list[Point] = []
+    for point in sorted(known, key=lambda one: (one.measures[PROMPT].mean, one.measures[READERS].mean)):
+        if not found or point.measures[READERS].mean < found[-1].measures[READERS].mean:
+            found.append(point)
+    return found
 
 
 def meeting(points: Sequence[Point], objective: float) -> Point | None:

@@ -6,7 +6,6 @@ busy.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from stallwatch.observations import ObserverSample, StreamOpened, StreamTokens
 from stallwatch.recorder.reading import Recording
 from tests.bench.figures import Figure, tail
 from tests.e2e.processes import free_port, get, process, stallwatch, until
+from tests.vllm import benchmark
 from tests.vllm.environment import Environment
 
 WATCHED_SECONDS = 15.0
@@ -27,15 +27,6 @@ SCRAPED_SECONDS = 10.0
 SCRAPE_EVERY = 0.2
 BENCH_STREAMS, BENCH_TOKENS = 3, 500
 AIM = "p50 0.1 ms, p99 0.5 ms"
-
-_BENCH = """
-import sys
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args(sys.argv[1:]))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +120,8 @@ def _errors(seen: Sequence[StreamTokens], sent: Sequence[float]) -> Iterator[tup
 
 def bench(url: str, environment: Environment, folder: Path) -> list[float]:
     """Runs `vllm bench serve` and compares its inter-token latencies with what was sent; the errors in seconds."""
-    result = folder / "bench.json"
-    result.unlink(missing_ok=True)
-    command = [
-        *(str(environment.python), "-c", _BENCH, "--backend", "openai", "--base-url", url),
-        *("--model", str(environment.model("tiny")), "--served-model-name", "tiny"),
-        *("--dataset-name", "random", "--random-input-len", "16", "--random-output-len", str(BENCH_TOKENS)),
-        *("--num-prompts", str(BENCH_STREAMS), "--max-concurrency", "1", "--ignore-eos", "--disable-tqdm"),
-        *("--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", result.name),
-    ]
-    with (folder / "bench.log").open("wb") as log:
-        subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=180, process_group=0,
-            env={**_plain_environment(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-        )  # fmt: skip
-    seen = json.loads(result.read_text())["itls"]
+    asked = benchmark.Load(streams=BENCH_STREAMS, prompt_tokens=16, tokens=BENCH_TOKENS)
+    seen = benchmark.timed(url, environment, folder, asked).gaps
     sent = list(_sent_in_order(url))[-BENCH_STREAMS:]
     errors = []
     for gaps, stamps in zip(seen, sent, strict=True):
@@ -151,10 +129,6 @@ def bench(url: str, environment: Environment, folder: Path) -> list[float]:
         assert len(gaps) == len(true), f"{len(gaps)} gaps of {len(true)}"
         errors += [abs(gap - really) for gap, really in zip(gaps, true, strict=True)]
     return errors
-
-
-def _plain_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def _sent(url: str) -> dict[str, list[float]]:

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import pytest
@@ -19,10 +22,10 @@ from stallwatch.experiment.record import Log, Played
 from stallwatch.sources.http import Target
 from stallwatch.sources.lag import LagSource
 from stallwatch.sources.stream import StreamRequest
-from tests.bench.gaps import _BENCH, _plain_environment
 from tests.e2e.processes import stallwatch
+from tests.vllm import benchmark
 from tests.vllm.environment import Environment
-from tests.vllm.load import load, long_prompt
+from tests.vllm.load import load, long_prompt, prompt_text
 from tests.vllm.server import VARIABLES, VllmServer, free_port, sample
 
 pytestmark = pytest.mark.vllm
@@ -82,24 +85,26 @@ def test_a_small_matrix_says_prefill(vllm_server: VllmServer, tmp_path: Path) ->
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_full_matrix(vllm_server: VllmServer, tmp_path: Path) -> None:
-    """A prompt of 12,000 tokens: seconds lost by every stream when computed, hardly any when cached."""
+    """A prompt of 12,000 tokens takes every stream most of the time until its first token, and hardly any if cached."""
     report = experiment(
         tmp_path,
         *("--target", vllm_server.url, "--streams", "2", "--output-tokens", "400", "--prompt-tokens", "12000"),
-        *("--pause", "1", "--seed", "11"),
+        *("--pause", "1", "--seed", "11", "--server-command", shlex.join(["python", *vllm_server.command[1:]])),
         seconds=1700.0,
     )
     (said,) = report["conclusions"]
+    lost, gaps = means(report, "lost_seconds"), means(report, "longest_gap_seconds")
 
     assert said["verdict"] == "prefill"
-    assert means(report, "lost_seconds")["uncached"] > 10.0
-    assert means(report, "longest_gap_seconds")["cached"] < 1.0
+    assert lost["uncached"] > 0.7 * means(report, "prompt_ttft_seconds")["uncached"]
+    assert lost["uncached"] > 10 * lost["cached"]
+    assert gaps["uncached"] > 2 * gaps["cached"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_sweep_of_the_token_budget(vllm_environment: Environment, tmp_path: Path) -> None:
-    """The larger the budget, the longer readers stand still at a time; each value has a server of its own."""
+    """The larger the budget, the longer readers stand still at a time; a value that vLLM refuses is told."""
     port = free_port()
     template = (
         "python -m vllm.entrypoints.openai.api_server --model tiny --served-model-name tiny --host 127.0.0.1 "
@@ -108,9 +113,9 @@ def test_a_sweep_of_the_token_budget(vllm_environment: Environment, tmp_path: Pa
     environ = {**os.environ, **VARIABLES, "PATH": f"{vllm_environment.python.parent}:{os.environ['PATH']}"}
     report = experiment(
         tmp_path,
-        *("--target", f"http://127.0.0.1:{port}", "--launch", template, "--sweep", "budget=128,256,512,1024,2048"),
-        *("--repeats", "3", "--streams", "2", "--output-tokens", "240", "--prompt-tokens", "4000"),
-        *("--pause", "0.5", "--seed", "5", "--slo.itl_seconds", "0.5"),
+        *("--target", f"http://127.0.0.1:{port}", "--launch", template, "--sweep", "budget=32,128,256,512,1024,2048"),
+        *("--repeats", "5", "--streams", "2", "--output-tokens", "240", "--prompt-tokens", "8000"),
+        *("--pause", "0.5", "--seed", "5", "--slo.itl_seconds", "0.1"),
         environ=environ,
         seconds=3500.0,
         where=vllm_environment.home / "models",  # a model's name is then no path
@@ -118,100 +123,147 @@ def test_a_sweep_of_the_token_budget(vllm_environment: Environment, tmp_path: Pa
     points = report["curves"][0]["points"]
     readers = [point["measures"]["beside_itl_p99_seconds"]["mean"] for point in points]
 
+    refused = next(one for one in report["points"] if one["value"] == "32")
+
+    assert "max_num_seqs" in refused["problem"]
     assert [point["value"] for point in points] == ["128", "256", "512", "1024", "2048"]
     assert readers[-1] > 3 * readers[0]
-    assert report["curves"][0]["meets_objective"] is not None
+    kept = [point["value"] for point in points if point["measures"]["beside_itl_p99_seconds"]["high"] <= 0.1]
+    assert report["curves"][0]["meets_objective"] in (kept or [None])
 
 
-# --- our ITL beside that of vLLM's own benchmark
+# --- our figures beside those of vLLM's own benchmark
+
+ROUNDS = 4
+LONG_GAPS = "gaps above ten usual ones, in all"
+LOADS = {"a short prompt": (32, 1_000), "a long prompt": (4_000, 300)}
+"""Tokens of the prompt and of the answer. A long one is computed anew each time: its text is a new one."""
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_itl_agrees_with_vllm_bench(vllm_environment: Environment, vllm_server: VllmServer, tmp_path: Path) -> None:
-    """Readers of both clients share the engine's steps: quantiles agree, and beside a prompt the same gaps are seen."""
-    alone = together(vllm_environment, vllm_server, tmp_path / "alone", tokens=2_000)
-    beside = together(vllm_environment, vllm_server, tmp_path / "beside", tokens=2_000, prompt_tokens=4_000)
-    table = [row for name, seen in (("alone", alone), ("beside a prompt", beside)) for row in rows(name, *seen)]
-    print("| load | | stallwatch | vllm bench serve | difference |\n|---|---|---:|---:|---:|")
-    for load_name, figure, ours, theirs in table:
-        print(f"| {load_name} | {figure} | {ours:.2f} | {theirs:.2f} | {100 * (ours / theirs - 1):+.1f} % |")
-    figures = {(name, figure): (ours, theirs) for name, figure, ours, theirs in table}
-    ours, theirs = figures["alone", "p50, ms"]
+def test_figures_agree_with_vllm_bench_in_turns(
+    vllm_environment: Environment, vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    """Clients that ask for the same load in turns measure the same first token, and the same gaps between tokens."""
+    table = []
+    asyncio.run(one_stream(vllm_server, 200, prompt=prompt_text(32)))  # a server's first request is slower
+    for place, (name, (prompt_tokens, tokens)) in enumerate(LOADS.items()):
+        ours, theirs = [], []
+        for turn in range(2 * ROUNDS):
+            seed = 10 * place + turn + 1
+            if turn % 4 in {0, 3}:  # ours, theirs, theirs, ours: what drifts meets both
+                prompt = prompt_text(prompt_tokens, seed=seed)
+                ours.append(ours_of(asyncio.run(one_stream(vllm_server, tokens, prompt=prompt))))
+            else:
+                asked = benchmark.Load(streams=1, prompt_tokens=prompt_tokens, tokens=tokens, seed=seed)
+                theirs.append(theirs_of(benchmark.timed(vllm_server.url, vllm_environment, tmp_path, asked)))
+        table += [(f"{name}, in turns", figure, *both) for figure, both in means_of(ours, theirs).items()]
+    figures = shown(table)
 
-    assert ours == pytest.approx(theirs, rel=0.1)
-    ours, theirs = figures["beside a prompt", "max, ms"]
-    assert ours == pytest.approx(theirs, rel=0.05)
-    ours, theirs = figures["beside a prompt", "sum of gaps above 100 ms, s"]
-    assert ours == pytest.approx(theirs, rel=0.05)
+    # What drifts from turn to turn is in these; clients that read at once are compared more sharply below.
+    for name in LOADS:
+        assert figures[f"{name}, in turns", "ITL mean"] == pytest.approx(1.0, abs=0.25)
+        assert figures[f"{name}, in turns", "ITL p50"] == pytest.approx(1.0, abs=0.25)
+    assert figures["a long prompt, in turns", "TTFT"] == pytest.approx(1.0, abs=0.25)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_itl_agrees_with_vllm_bench_at_once(
+    vllm_environment: Environment, vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    """Readers of both clients share the engine's steps: quantiles agree, and beside a prompt the same gaps are seen."""
+    table = []
+    for name, prompt_tokens in (("alone", None), ("beside a prompt", 4_000)):
+        (tmp_path / name).mkdir()
+        ours, theirs = together(vllm_environment, vllm_server, tmp_path / name, tokens=2_000, beside=prompt_tokens)
+        table += [(f"{name}, at once", figure, *both) for figure, both in means_of([ours], [theirs]).items()]
+    figures = shown(table)
+
+    assert figures["alone, at once", "ITL p50"] == pytest.approx(1.0, abs=0.1)
+    assert figures["beside a prompt, at once", "longest gap"] == pytest.approx(1.0, abs=0.05)
+    assert figures["beside a prompt, at once", LONG_GAPS] == pytest.approx(1.0, abs=0.05)
 
 
 def together(
-    environment: Environment, server: VllmServer, folder: Path, *, tokens: int, prompt_tokens: int | None = None
-) -> tuple[Run, Sequence[float]]:
-    """Both clients at once, a stream each, on one server: our run, and the gaps of theirs in seconds."""
-    folder.mkdir()
-    process = subprocess.Popen(
-        [
-            *(str(environment.python), "-c", _BENCH),
-            *("--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"),
-            *("--model", str(environment.model("tiny")), "--served-model-name", "tiny"),
-            *("--dataset-name", "random", "--random-input-len", "32", "--random-output-len", str(tokens)),
-            *("--num-prompts", "1", "--ignore-eos", "--temperature", "0", "--disable-tqdm", "--num-warmups", "0"),
-            *("--ready-check-timeout-sec", "0", "--save-result", "--save-detailed"),
-            *("--result-dir", str(folder), "--result-filename", "bench.json"),
-        ],
-        env={**_plain_environment(), **VARIABLES},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
-    )
-    try:
+    environment: Environment, server: VllmServer, folder: Path, *, tokens: int, beside: int | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Both clients at once, a stream each, on one server: the figures of ours and of theirs."""
+    asked = benchmark.Load(streams=1, prompt_tokens=32, tokens=tokens)
+    with benchmark.running(server.url, environment, folder, asked) as theirs:
         deadline = time.monotonic() + 120
         while not sample(server.metrics("vllm:num_requests_running"), "vllm:num_requests_running"):
-            assert process.poll() is None, "the benchmark ended early"
+            assert not theirs.ended(), "the benchmark ended early"
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        plan = [] if prompt_tokens is None else [long_prompt(prompt_tokens=prompt_tokens, salt=folder.name, delay=1.0)]
+        plan = [] if beside is None else [long_prompt(prompt_tokens=beside, salt=folder.name, delay=1.0)]
         with load(server.url, plan):
-            ours = asyncio.run(one_stream(server, tokens))
-        assert process.wait(120) == 0
-    finally:
-        process.kill()
-        process.wait()
-    detailed = json.loads((folder / "bench.json").read_text())
-    return ours, [gap for gaps in detailed["itls"] for gap in gaps]
+            ours = asyncio.run(one_stream(server, tokens, prompt=prompt_text(32)))
+        seen = theirs.timed()
+    both = ours_of(ours), theirs_of(seen)
+    for figures in both:
+        del figures["TTFT"]  # one of them began on an idle server, the other beside it
+    return both
 
 
-async def one_stream(server: VllmServer, tokens: int) -> Run:
+async def one_stream(server: VllmServer, tokens: int, *, prompt: str) -> Run:
     """One stream of ours, timed and judged as a run of the experiment is."""
     target = Target(server.url)
     seen = Log()
     sleeper = asyncio.create_task(LagSource(clock=time.monotonic).run(seen.lags.append))
     async with target.session(keep_alive=False) as session:
         client = Client(target=target, session=session, clock=time.monotonic, timeout_seconds=120.0)
-        request = StreamRequest(stream=1, engine="0", request_id="ours", model="tiny", prompt="1, 2, 3,", tokens=tokens)
+        request = StreamRequest(stream=1, engine="0", request_id="ours", model="tiny", prompt=prompt, tokens=tokens)
         played: Played = await play(client, [request], None, settle_tokens=1)
     sleeper.cancel()
     taken = Taken(planned=Planned(1, 1, Arm.ALONE), played=played, log=seen, counted=Counted(), ended=played.ended)
-    return measured(taken, Threshold(usual=0.005, stall_floor=0.5, stall_factor=8.0), allow_busy=True)
+    made = measured(taken, Threshold(usual=0.005, stall_floor=0.5, stall_factor=8.0), allow_busy=True)
+    assert played.readers[0].problem == ""
+    print(f"our own lateness explains {made.measures['observer_excluded_gaps']:.0f} gaps, which are left out")
+    return made
 
 
-def rows(name: str, run: Run, theirs: Sequence[float]) -> list[tuple[str, str, float, float]]:
-    """The table's rows: figure, ours, theirs. Theirs as they compute them: chunks, linear between ranks."""
-    ordered = sorted(theirs)
-    found = []
-    for q in QUANTILES:
-        place = q / 100 * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        value = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-        found.append((name, f"p{q}, ms", 1000 * run.measures[f"itl_p{q}_seconds"], 1000 * value))
-    found.append((name, "max, ms", 1000 * run.measures["longest_gap_seconds"], 1000 * ordered[-1]))
-    if ordered[-1] > 0.1:
-        (reader,) = run.taken.played.readers
-        gaps = [after - before for (before, _), (after, _) in zip(reader.arrivals, reader.arrivals[1:], strict=False)]
-        for words, unit, of in (("gaps above 100 ms", "", len), ("sum of gaps above 100 ms", ", s", sum)):
-            both = [float(of([gap for gap in each if gap > 0.1])) for each in (gaps, ordered)]
-            found.append((name, words + unit, both[0], both[1]))
-    return found
+def ours_of(run: Run) -> dict[str, float]:
+    """The figures of a run of ours, in seconds."""
+    (reader,) = run.taken.played.readers
+    gaps = [after - before for (before, _), (after, _) in pairwise(reader.arrivals)]
+    return {
+        "TTFT": run.measures["stream_ttft_seconds"],
+        "ITL mean": sum(gaps) / (reader.tokens - reader.arrivals[0][1]),
+        **{f"ITL p{q}": run.measures[f"itl_p{q}_seconds"] for q in QUANTILES},
+        **long_gaps(gaps),
+    }
+
+
+def theirs_of(seen: benchmark.Timed) -> dict[str, float]:
+    """The figures of the benchmark's only stream as it computes them: over chunks, linear between ranks."""
+    (first,), (gaps,) = seen.first_tokens, seen.gaps
+    cuts = quantiles(gaps, n=100, method="inclusive")
+    return {
+        "TTFT": first,
+        "ITL mean": fmean(gaps),
+        **{f"ITL p{q}": cuts[q - 1] for q in QUANTILES},
+        **long_gaps(gaps),
+    }
+
+
+def long_gaps(gaps: Sequence[float]) -> dict[str, float]:
+    """The longest gap, and what those longer than ten usual ones come to."""
+    least = 10 * median(gaps)
+    return {"longest gap": max(gaps), LONG_GAPS: sum(gap for gap in gaps if gap > least)}
+
+
+def means_of(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    """The mean of each figure, ours and theirs; a figure that is nothing with either is left out."""
+    found = {name: tuple(fmean(one[name] for one in each) for each in (ours, theirs)) for name in ours[0]}
+    return {name: (one, other) for name, (one, other) in found.items() if one and other}
+
+
+def shown(table: Sequence[tuple[str, str, float, float]]) -> dict[tuple[str, str], float]:
+    """Prints the table; the ratio of ours to theirs of each of its rows."""
+    print("| load | | stallwatch | vllm bench serve | difference |\n|---|---|---:|---:|---:|")
+    for name, figure, ours, theirs in table:
+        both = f"{1000 * ours:.2f} ms | {1000 * theirs:.2f} ms"
+        print(f"| {name} | {figure} | {both} | {100 * (ours / theirs - 1):+.1f} % |")
+    return {(name, figure): ours / theirs for name, figure, ours, theirs in table}

@@ -3,7 +3,7 @@
 import { data, element, table } from "./dom.js";
 import { UNKNOWN, figure } from "./figures.js";
 import { Stack } from "./chart.js";
-import { ARMS, ARM_WORDS, VERDICTS, estimated, section, told } from "./parts.js";
+import { ARMS, ARM_WORDS, VERDICTS, estimateCell, section, told } from "./parts.js";
 
 const { report: found, letters, shown } = data();
 const page = document.getElementById("main");
@@ -23,7 +23,7 @@ page.replaceChildren(
       ? table(["", ...letters], found.differs.map((row) => [row.fact, ...row.values.map((value) => value ?? UNKNOWN)]))
       : element("p", { text: "Nothing that is known." }),
     told("Mind", found.cautions),
-  ]),
+  ], { wide: true }),
 );
 
 // --- gaps over each other: how long the rare ones are
@@ -76,9 +76,9 @@ for (const { arm, prompt_tokens: tokens } of kinds) {
         words,
         ...row.means.map((one) => figure(unit, one?.mean ?? null)),
         ...row.more_than_first.slice(1).map((one, place) =>
-          element(row.apart[place + 1] ? "b" : "span", { text: estimated(unit, one) })),
+          estimateCell(unit, one, { strong: row.apart[place + 1] })),
       ];
     }), { numeric }),
-  ]));
+  ], { wide: true }));
 }
 page.append(element("p", { class: "soft", text: "Bold: the interval does not hold zero." }));

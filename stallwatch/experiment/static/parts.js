@@ -66,6 +66,15 @@ export function estimated(unit, seen) {
   return `${figure(unit, mean)} (${figure(unit, low)} to ${figure(unit, high)})`;
 }
 
+/** The same on two lines, for tables with many columns. */
+export function estimateCell(unit, seen, { strong = false } = {}) {
+  const [mean, ...interval] = estimated(unit, seen).split(" (");
+  return element("span", { class: "estimate" }, [
+    element(strong ? "b" : "span", { text: mean }),
+    interval.length ? element("small", { text: interval.join(" (").slice(0, -1) }) : null,
+  ]);
+}
+
 /** Runs of a kind that count. */
 export function validRuns(report, arm, tokens) {
   return report.runs.filter((run) => run.arm === arm && !run.void.length && (arm === "alone" || run.prompt_tokens === tokens));
@@ -77,9 +86,9 @@ export function meanOf(runs, name) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
-/** A section with a heading. */
-export function section(title, children) {
-  return element("section", { class: "card" }, [title === null ? null : element("h2", { text: title }), ...children]);
+/** A section with a heading; `wide` where its table has many columns. */
+export function section(title, children, { wide = false } = {}) {
+  return element("section", { class: wide ? "card wide" : "card" }, [title === null ? null : element("h2", { text: title }), ...children]);
 }
 
 /** Names and values. */

@@ -160,8 +160,8 @@ for (const one of report.conclusions) {
         intervalBar(effect.difference, ...bounds(effect.measure)),
         effect.ratio ? figure("factor", effect.ratio.mean) : UNKNOWN, String(effect.difference.n),
       ]), { numeric: [2, 4, 5] }),
-    ]),
-    section(`What was measured in each kind of run${title}`, [meansTable(report, one.prompt_tokens, shown)]),
+    ], { wide: true }),
+    section(`What was measured in each kind of run${title}`, [meansTable(report, one.prompt_tokens, shown)], { wide: true }),
   );
 }
 

@@ -3,7 +3,7 @@
 import { data, element, table } from "./dom.js";
 import { figure } from "./figures.js";
 import { Stack } from "./chart.js";
-import { VERDICTS, estimated, factList, section } from "./parts.js";
+import { VERDICTS, estimateCell, factList, section } from "./parts.js";
 
 const { report, facts } = data();
 const page = document.getElementById("main");
@@ -32,9 +32,9 @@ for (const curve of report.curves) {
   const names = Object.keys(report.measures);
   page.append(section(`Means over valid runs beside the uncached prompt, with 95 % intervals${title}`, [
     table([report.parameter, ...curve.points.map((point) => point.value + marked(curve, point))], names.map((name) => [
-      report.measures[name].words, ...curve.points.map((point) => estimated(report.measures[name].unit, point.measures[name])),
+      report.measures[name].words, ...curve.points.map((point) => estimateCell(report.measures[name].unit, point.measures[name])),
     ]), { numeric: curve.points.map((_, place) => place + 1) }),
-  ]));
+  ], { wide: true }));
 }
 
 function marked(curve, point) {
@@ -49,24 +49,28 @@ function tradeOff(curve, title) {
   const points = known.map((point) => ({
     x: point.measures.prompt_ttft_seconds.mean, y: point.measures.beside_itl_p99_seconds.mean, value: point.value,
   })).sort((one, other) => one.x - other.x);
+  // Joined up in another order than that of the values, points would show a curve that there is not.
+  const falling = points.every((point, place) => place === 0 || point.y <= points[place - 1].y);
   const holder = element("div");
   page.append(section(`The trade-off: readers against the long prompt${title}`, [
     element("p", { class: "soft", text: `To the left the prompt's first token comes sooner, further down readers wait less; a point a value of ${report.parameter}.` }),
     holder,
-    element("p", { class: "soft", text: `From left to right: ${points.map((point) => point.value).join(", ")}.` }),
+    element("p", { class: "soft", text: `From left to right: ${points.map((point) => `${point.value} (${figure("seconds", point.y)})`).join(", ")}.` }),
   ]));
   const wide = points[points.length - 1].x - points[0].x || 1;
   const range = [Math.max(0, points[0].x - wide * 0.1), points[points.length - 1].x + wide * 0.1];
   const chart = new Stack(holder, {
     axis: "elapsed", lane: false, label: "Trade-off", onRange: (from, to) => (from === null ? chart.setRange(...range) : chart.setRange(from, to)),
     panels: [{
-      title: "ITL p99 while the prompt is computed, against the prompt's first token", unit: "seconds", height: 200,
+      title: "ITL p99 against the prompt's first token", unit: "seconds", height: 200,
       lines: [{ at: report.objective_seconds, label: "promised" }],
-      series: [{ column: "line", label: "curve", shade: 3, bridge: 1e9 }, { column: "dots", label: "p99", shade: 2, shape: "dots", bridge: 1e9 }],
+      series: [...(falling ? [{ column: "line", label: "curve", shade: 3, bridge: 1e9 }] : []), { column: "dots", label: "p99", shade: 2, shape: "dots", bridge: 1e9 }],
     }],
   });
   chart.range = range;
-  chart.setData(points.map((point) => point.x), { line: points.map((point) => point.y), dots: points.map((point) => point.y) });
+  chart.setData(points.map((point) => point.x), {
+    ...(falling ? { line: points.map((point) => point.y) } : {}), dots: points.map((point) => point.y),
+  });
 }
 
 /** Each measure over the values, where they are numbers. */
@@ -104,6 +108,6 @@ page.append(section("Each value", [
       point.experiment.conclusions.map((one) => VERDICTS[one.verdict] ?? one.verdict).join(", ")]
     : [point.value, "", "", "", `left out: ${point.problem ?? "not tried"}`]), { numeric: [1, 2, 3] }),
   element("p", { class: "mono", text: report.template }),
-]));
+], { wide: true }));
 
 page.append(element("details", { class: "card" }, [element("summary", { text: "What was measured, and by which plan" }), factList(facts)]));
