@@ -20,9 +20,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 ITL, TTFT = 0.1, 5.0
 TICK = 0.001  # what two processes' stamps of one event differ by while server, sidecar and client share two cores
+BUNDLED = 0.001  # seconds that no step of this model is as short as: such a gap is within a bundle of tokens
 
 LONGEST = 8  # gaps that are looked at one by one
-SLOW = 0.3  # seconds that the shortest of them takes on a fast machine
+SLOW = 0.2  # seconds that the shortest of them must take: three scrapes fit in
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,12 @@ def test_persistent_canary_tells_what_the_reader_saw(server: VllmServer, tmp_pat
     """Beside an uncached prompt of 12,000 tokens the exported latencies are those of another reader, live and after."""
     for attempt in range(3):
         seen = _measure_beside_a_long_prompt(server, tmp_path, attempt)
-        # On a machine whose other work delays the sidecar by tens of milliseconds two clients see different gaps.
-        if seen.lag < 0.02:
+        # On a machine whose other work delays the sidecar by tens of milliseconds, or the server's answers until they
+        # come in bundles, two clients see different gaps.
+        usual = truth.itl_quantile(seen.gaps, 0.5) or 0.0
+        if seen.lag < 0.02 and usual > BUNDLED:
             break
-        print(f"disturbed: our own loop was {seen.lag:.3f} s late; measured again")
+        print(f"disturbed: our own loop was {seen.lag:.3f} s late, p50 {usual:.4f} s; measured again")
     # Two dozen slow gaps are a hundredth of the tokens and most of the time. Next to each other they differ by more
     # than 5 %, so where a quantile falls among them one neighbour in rank is allowed.
     for q, value in seen.quantiles.items():

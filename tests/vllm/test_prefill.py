@@ -99,23 +99,30 @@ def test_interference_is_the_truth_whatever_the_evidence_and_the_rate(uncached: 
 def _true_interference(recording: Recording) -> float:
     """From the plugin's sums over all steps with decoders: time beyond the baseline, over the baseline.
 
-    The baseline is what decode steps were seen to take until then: on a machine with other work it drifts.
+    The baseline is what was seen until then: on a machine with other work it drifts. A reader also waits for what lies
+    between two steps, which a step's own duration leaves out; vLLM's sums of inter-token latency hold it.
     """
-    samples = [sample.engines["0"].plugin for sample in _samples(recording) if sample.engines["0"].plugin]
-    levels: list[float] = []
+    counters = [sample.engines["0"] for sample in _samples(recording)]
+    counters = [seen for seen in counters if seen.plugin and seen.itl_sum is not None]
+    lasted: list[float] = []
+    waited: list[float] = []
     base = excess = 0.0
     steps = dict.fromkeys(("decode", "mixed"), 0.0)
-    for before, after in pairwise(samples):
-        n = {phase: _moment(after, phase, "n") - _moment(before, phase, "n") for phase in steps}
-        t = {phase: _moment(after, phase, "t") - _moment(before, phase, "t") for phase in steps}
-        if n["decode"] > 0 and n["mixed"] == 0:
-            levels.append(t["decode"] / n["decode"])
-        if levels:
-            level = median(levels)
-            base += level * (n["decode"] + n["mixed"])
-            excess += t["mixed"] - level * n["mixed"]
+    for before, after in pairwise(counters):
+        n, t = (
+            {phase: _moment(after.plugin, phase, term) - _moment(before.plugin, phase, term) for phase in steps}
+            for term in ("n", "t")
+        )
+        samples = (after.itl_count or 0.0) - (before.itl_count or 0.0)
+        if n["decode"] > 0 and n["mixed"] == 0 and samples > 0:
+            lasted.append(t["decode"] / n["decode"])
+            waited.append(((after.itl_sum or 0.0) - (before.itl_sum or 0.0)) / samples)
+        if waited:
+            base += median(waited) * (n["decode"] + n["mixed"])
+            excess += t["mixed"] - median(lasted) * n["mixed"]
             steps = {phase: steps[phase] + n[phase] for phase in steps}
-    print(f"truth: {steps['mixed']:.0f} mixed steps, {steps['decode']:.0f} of {median(levels) * 1000:.1f} ms")
+    levels = " and ".join(f"{median(each) * 1000:.1f}" for each in (lasted, waited))
+    print(f"truth: {steps['mixed']:.0f} mixed steps, {steps['decode']:.0f} that last and are waited for {levels} ms")
     return excess / base
 
 
