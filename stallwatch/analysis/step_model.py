@@ -28,8 +28,8 @@ LEAST_R2: Final = 0.5
 """Share of the variance of step times below which the model explains too little to advise."""
 _SAMPLES: Final = 256
 _HELD_UP: Final = 10.0
-"""Times what the largest usual chunk costs above which a step's length is not its prompts' doing: a clock that fell, or
-the end of a long prompt, make it a few times."""
+"""Times what the largest usual chunk costs, or a usual step with prefill, above which a step's length is not its
+prompts' doing: a clock that fell, or the end of a long prompt, make it a few times."""
 _LEAST_USUAL: Final = 20
 """Samples with prefill below which nothing is usual yet."""
 _BELIEVED: Final = 4
@@ -119,6 +119,9 @@ class StepModel:
         if base is not None and self._strange < _BELIEVED:
             chunk = _quantile_of([(s.prefill / max(1.0, s.mixed), s.prefill) for s, _ in costs], 0.95)
             usual = _quantile(costs, 0.95) * max(chunk, sample.prefill / max(1.0, sample.mixed))
+            # Where tokens are put into a neighbouring interval, those left in a step say nothing of what it takes.
+            lengths = [(cost * s.prefill / max(1.0, s.mixed), max(1.0, s.mixed)) for s, cost in costs]
+            usual = max(usual, _quantile_of(lengths, 0.95))
             excess = (sample.waited - sample.decode * base) / sample.beside / max(1.0, sample.mixed)
             if excess > _HELD_UP * usual > 0:
                 return True

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -66,7 +67,14 @@ def post(url: str, labels: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
         seen[:] = [alert for alert in json.loads(get(f"{url}/api/v2/alerts")) if alert["labels"] in labels]
         return len(seen) == len(labels) and all(alert["status"]["state"] != "unprocessed" for alert in seen)
 
+    def settled() -> bool:
+        # An alert may be looked at before the one that inhibits it has been taken in.
+        before = [alert["status"]["state"] for alert in seen]
+        time.sleep(0.5)
+        return judged() and [alert["status"]["state"] for alert in seen] == before
+
     until(judged, 60, "Alertmanager has judged the alerts")
+    until(settled, 60, "Alertmanager's judgement stands")
     return seen
 
 

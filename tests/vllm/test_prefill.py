@@ -82,11 +82,11 @@ def test_a_server_that_nobody_used_has_no_figures(idle: Recording) -> None:
 
 def test_interference_is_the_truth_whatever_the_evidence_and_the_rate(uncached: Recording) -> None:
     """Beside an uncached prompt the ratio is within 10 % of what every step says, at 4 Hz and at 1 Hz."""
-    truth = _true_interference(uncached)
     for name, change in (("plugin", without()), ("mfu", MFU), ("balance", BALANCE)):
         for every in (0.0, 1.0):
             work = _last(uncached, change=change, every=every)
             assert work.interference_mean is not None, (name, every)
+            truth = _true_interference(uncached, _judged_since(uncached, change, every))
             error = work.interference_mean / truth - 1
             rate = "1 Hz" if every else "4 Hz"
             print(f"{name:<8} {rate}  interference {work.interference_mean:6.2f}  truth {truth:6.2f}  {error:+.1%}")
@@ -96,19 +96,30 @@ def test_interference_is_the_truth_whatever_the_evidence_and_the_rate(uncached: 
             assert abs(error) < (0.15 if every else 0.10), (name, every)
 
 
-def _true_interference(recording: Recording) -> float:
-    """From the plugin's sums over all steps with decoders: time beyond the baseline, over the baseline.
+def _judged_since(recording: Recording, change: Callable[[EngineCounters], EngineCounters], every: float) -> float:
+    """When the first steps were judged: those that were seen before the baseline was known are not."""
+    scrapes = [seen.at for seen in _samples(recording) if seen.lane is not Lane.DETECTION]
+    findings = judged(recording, [at + 0.01 for at in scrapes], change=change, every=every)
+    for at, found in zip(scrapes, findings, strict=True):
+        work = found.engines[0].work if found.engines else None
+        if work is not None and work.interference_mean is not None:
+            return at - every
+    raise AssertionError("no step was judged")
+
+
+def _true_interference(recording: Recording, since: float) -> float:
+    """From the plugin's sums over the steps with decoders since then: time beyond the baseline, over the baseline.
 
     The baseline is what was seen until then: on a machine with other work it drifts. A reader also waits for what lies
     between two steps, which a step's own duration leaves out; vLLM's sums of inter-token latency hold it.
     """
-    counters = [sample.engines["0"] for sample in _samples(recording)]
-    counters = [seen for seen in counters if seen.plugin and seen.itl_sum is not None]
+    counters = [(sample.at, sample.engines["0"]) for sample in _samples(recording)]
+    counters = [(at, seen) for at, seen in counters if seen.plugin and seen.itl_sum is not None]
     lasted: list[float] = []
     waited: list[float] = []
     base = excess = 0.0
     steps = dict.fromkeys(("decode", "mixed"), 0.0)
-    for before, after in pairwise(counters):
+    for (_, before), (at, after) in pairwise(counters):
         n, t = (
             {phase: _moment(after.plugin, phase, term) - _moment(before.plugin, phase, term) for phase in steps}
             for term in ("n", "t")
@@ -117,7 +128,7 @@ def _true_interference(recording: Recording) -> float:
         if n["decode"] > 0 and n["mixed"] == 0 and samples > 0:
             lasted.append(t["decode"] / n["decode"])
             waited.append(((after.itl_sum or 0.0) - (before.itl_sum or 0.0)) / samples)
-        if waited:
+        if waited and at >= since:
             base += median(waited) * (n["decode"] + n["mixed"])
             excess += t["mixed"] - median(lasted) * n["mixed"]
             steps = {phase: steps[phase] + n[phase] for phase in steps}
